@@ -12,12 +12,12 @@ def main() -> None:
 
         run()
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "vllm_trie"):
+        if "." in (error.name or "."):  # a part of a package that is there
             raise
+        remedy = "pip install vllm, or docs/cpu.md for CPUs" if error.name == "vllm" else ""
         sys.exit(
-            f"error: the package {package!r} is not installed; install vLLM (pip install vllm, or "
-            "docs/cpu.md for CPUs), and vllm-trie with its dependencies"
+            f"error: the package {error.name!r} is not installed; "
+            f"install it{f' ({remedy})' if remedy else ''}, and vllm-trie with its dependencies"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +35,18 @@ SUMMARIES = {
     "medusa": "Train Medusa heads for a model.",
 }
 """The help of these groups, so that `--help` lists them without their imports."""
+
+
+_REMOVED = {
+    "store": "an engine's log says at its start how many texts it read",
+    "beam check": 'take `vllm-trie validate --part "beam search"`',
+    "beam draw": "take `vllm-trie explore`",
+    "beam run --svg": "take `vllm-trie explore`",
+    "beam run --json": "take SamplingParams(extra_args={'beam_trace': True})",
+    "demo --svg": "take `vllm-trie explore`",
+    "demo --html": "take `vllm-trie explore`",
+}
+"""Commands and options of earlier releases, and what to use instead."""
 
 
 class _LazyGroup(TyperGroup):
@@ -99,6 +112,12 @@ def _options(
 
 def main() -> None:
     """Run the command."""
+    words = [word.partition("=")[0] for word in sys.argv[1:]]
+    for removed, instead in _REMOVED.items():
+        command, _, option = removed.partition(" --")
+        path = command.split()
+        if words[: len(path)] == path and (not option or f"--{option}" in words):
+            sys.exit(f"error: `vllm-trie {removed}` is gone since 0.5; {instead}")
     app(prog_name="vllm-trie")
 
 

@@ -57,14 +57,27 @@ def test_answers_of_one_line(arguments, printed):
     assert (result.exit_code, result.stdout.strip()) == (0, printed)
 
 
-@pytest.mark.parametrize("missing", ["vllm.sampling_params", "typer"])
-def test_a_missing_package_is_one_line(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without() -> None:
+@pytest.mark.parametrize("missing", ["vllm", "typer", "vllm._C"])
+def test_a_missing_package_is_one_line(missing, monkeypatch):
+    def without():
         raise ModuleNotFoundError(name=missing)
 
     monkeypatch.setattr(cli, "main", without)
-    with pytest.raises(SystemExit, match=f"error: the package '{missing.split('.')[0]}' is not"):
-        __main__.main()
+    if missing == "vllm._C":  # of a broken installation, whose traceback helps
+        with pytest.raises(ModuleNotFoundError):
+            __main__.main()
+    else:
+        with pytest.raises(SystemExit, match=f"error: the package '{missing}' is not installed"):
+            __main__.main()
+
+
+@pytest.mark.parametrize(
+    "line", ["store info x.store", "beam check", "beam run hello --svg=x.svg", "demo --html x"]
+)
+def test_what_is_gone_says_what_to_use(line, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vllm-trie", *line.split()])
+    with pytest.raises(SystemExit, match=r"is gone since 0\.5; (take|an engine)"):
+        cli.main()
 
 
 HEAVY = ("torch", "vllm", "transformers")

@@ -163,7 +163,7 @@ class Drafter(ABC):
     def has_store(cls, options: Any) -> bool:
         """Return whether a drafter with these options keeps texts of ended requests, as the options
         `store` and `store_path` need."""
-        return cls.save is not Drafter.save
+        return cls.save is not Drafter.save or cls.share is not Drafter.share
 
     def load_model(self, target_model: nn.Module) -> None:  # noqa: B027 - optional, not abstract
         """Load the drafter's own weights, if it has any, once `target_model` is loaded."""

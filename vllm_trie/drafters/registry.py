@@ -28,7 +28,7 @@ _BUILT_IN = {
 }
 _registered: dict[str, type[Drafter]] = {}
 _REMOVED = {
-    "adaptive": "all parts draft in every step",
+    "adaptive": "all parts of a union draft in every step",
     "num_alternatives": "a trained drafter drafts a chain",
     "store_reload_minutes": "an engine reads its store at the start alone",
 }
@@ -108,14 +108,19 @@ def validated(options: type[OptionsT], mapping: Mapping[str, object], method: st
         return options.model_validate(dict(mapping))
     except ValidationError as error:
         every = error.errors()
-        # Of an entry that may be of several types each has a problem with a removed option.
-        every = [problem for problem in every if _removed(problem)] or every
-        problems = [_describe_problem(options, problem) for problem in every]
+        # An entry that may be of several types has a problem with each, and is named once.
+        removed = {problem["loc"][0] for problem in every if _removed(problem)}
+        problems = [
+            _describe_problem(options, problem)
+            for problem in every
+            if _removed(problem) or not {*problem["loc"][:1]} & removed
+        ]
         raise ValueError(f"options of method {method!r}: {'; '.join(problems)}") from None
 
 
 def _removed(problem: ErrorDetails) -> str | None:
-    return _REMOVED.get(str(problem["loc"][-1])) if problem["loc"] else None
+    is_unknown = problem["type"] == "extra_forbidden"
+    return _REMOVED.get(str(problem["loc"][-1])) if is_unknown else None
 
 
 def _describe_problem(options: type[BaseModel], problem: ErrorDetails) -> str:

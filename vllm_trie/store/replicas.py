@@ -230,14 +230,11 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
             "the option 'store' must be redis://HOST:PORT/DATABASE or rediss:// with TLS; for a "
             "folder take the option 'store_path'"
         )
-    database = urlsplit(url).path.strip("/")
-    if database and not database.isdecimal():
-        raise ValueError(
-            f"the option 'store' names the database {database!r}, which must be a number, as in "
-            "redis://HOST:PORT/0"
-        )
     given = {"username": user, "password": password}
     try:
+        database = urlsplit(url).path.strip("/")
+        if database and not database.isdecimal():
+            raise ValueError(f"its database is {database!r}; it must be a number, 0 for example")
         client: Redis = Redis.from_url(
             url,
             protocol=2,

@@ -78,3 +78,11 @@ def test_names_that_are_taken(monkeypatch):
     monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
     with pytest.raises(ValueError, match=r"'mine', which belongs to NgramTrieDrafter"):
         register(Mine)
+
+
+def test_every_wrong_option_is_named_once():
+    with pytest.raises(ValueError, match="options of method 'ngram_trie'") as caught:
+        parse_options("ngram_trie", {"store_reload_minutes": 5, "nope": 1})
+    said = str(caught.value)
+    assert said.count("store_reload_minutes=5 has no effect since 0.5") == 1
+    assert said.count("nope is not an option") == 1

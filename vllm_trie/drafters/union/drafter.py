@@ -147,7 +147,7 @@ class TrieUnionDrafter(Drafter):
         of_part = [replace(request, min_probability=0.0) for request in requests]
         for index, part in enumerate(self.parts):
             if part is not self.neural:
-                for of_parts, tree in zip(proposed, part.propose(of_part), strict=True):
+                for of_parts, tree in zip(proposed, part.propose([*of_part]), strict=True):
                     of_parts[index] = tree
         grafts = self._add_neural(requests, proposed)
         return [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols
+from vllm_trie.vllm_hooks.ledger.record import STATS, Symbols, of_beams
 from vllm_trie.vllm_hooks.setup import config
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
 COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 """Fields of the usage, and attributes of a ``CompletionOutput``."""
 
-_openai = Symbols("entrypoints.openai.", "vLLM serves searches, and takes predicted outputs")
+_ANSWER = "completion.serving:OpenAIServingCompletion.request_output_to_completion_response"
+_CHAT = "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator"
+_predicted = Symbols("entrypoints.openai.", "vLLM takes predicted outputs")
+_searched = of_beams("entrypoints.openai.")  # either may step aside alone
 
 
 async def remembered(
@@ -58,10 +61,8 @@ def _completed(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
     return response
 
 
-@_openai.wraps(
-    "completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
-    "answers with scores of hypotheses and counts of predictions",
-)
+@_predicted.wraps(_ANSWER, "answers with counts of predictions")
+@_searched.wraps(_ANSWER, "answers with scores of hypotheses")
 def completion_response(
     original: Callable[..., Any],
     self: object,
@@ -73,10 +74,8 @@ def completion_response(
     return _completed(response, (out for result in final_res_batch for out in result.outputs))
 
 
-@_openai.wraps(
-    "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-    "answers with scores of hypotheses and counts of predictions",
-)
+@_predicted.wraps(_CHAT, "answers with counts of predictions")
+@_searched.wraps(_CHAT, "answers with scores of hypotheses")
 async def chat_response(
     original: Callable[..., Any],
     self: object,

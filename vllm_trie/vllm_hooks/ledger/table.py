@@ -19,7 +19,7 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     " worker.drafting_worker worker.runners.v1 worker.runners.v2 worker.verification.sampling",
     ("speculation", "cpu"): "worker.cpu_worker worker.attention.cpu",
     ("speculation", "cuda"): "worker.cuda_worker worker.attention.cuda",
-    ("beam", "any"): "frontend.extension frontend.hypotheses"
+    ("beam", "any"): "frontend.answers frontend.extension frontend.hypotheses"
     " scheduler.beam_scheduler scheduler.proxies scheduler.search_check"
     " worker.beam.beams_v1 worker.beam.beams_v2",
     ("beam", "cpu"): "worker.beam.block_copies worker.beam.shared_prompt",

@@ -45,13 +45,15 @@ logger = init_logger(__name__)
 _WIDTHS = (2, 9, 64)
 """The last one is as wide as the engine allows, if that is less."""
 _NUM_ORDINARY = 4
+BLIND = "the check does not see missing copies of KV"
+"""What it says where hypotheses are right without copies, as those that never part in a block."""
 _MAX_STEPS = 10_000
 """Of a check; a search that does not end by then never does."""
 
 _core = of_beams("v1.engine.core:")
 
 
-def allowed_difference(ordinary: float) -> float:
+def _allowed_difference(ordinary: float) -> float:
     """Return by how much a log-probability may differ from that of the same token in a prompt.
 
     Args:
@@ -167,7 +169,7 @@ class _Check:
         texts = self._run([*ordinary, *searches, *twins])
         hypotheses = [text for request in (*searches, *twins) for text in texts[request]]
         ordinary_difference = max(self._differences([texts[r][0] for r in ordinary]))
-        allowed = allowed_difference(ordinary_difference)
+        allowed = _allowed_difference(ordinary_difference)
         worst = float(np.max(self._differences(hypotheses)))  # NaN where one is
         if not worst <= allowed:
             return (
@@ -181,7 +183,7 @@ class _Check:
             broken = self._request(self._prompt(), width, logprobs=1)
             worst = max(self._differences(self._run([broken])[broken]))
         if worst <= allowed and not self._is_random:
-            return "the check does not see missing copies of KV"
+            return BLIND
         return None
 
     def _prompt(self) -> list[int]:

@@ -89,7 +89,9 @@ def say_where_untested(vllm_config: VllmConfig) -> None:
             "you rely on it, run `vllm-trie validate --model MODEL`.",
             ALLOW_GPU,
         )
-    elif reason in problems("beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS):
+    elif own_part(vllm_config.additional_config).get(ALLOW_GPU) or reason in problems(
+        "beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS
+    ):
         logger.info("Native beam search is off, vLLM's own serves: %s", reason)
 
 

@@ -265,7 +265,7 @@ class _Decoder:
     """The scheduler's part of a few requests' steps, as in vLLM's warm-up.
 
     Attributes:
-        prompts: None if the engine has no room for them; the longest is the last.
+        prompts: None of them if the engine has no room; the longest is the last.
         dtype: Of the model.
     """
 

@@ -95,7 +95,8 @@ class Adapter(ABC):
         """Let the node budget observe forward passes; the runner is ready and has no requests."""
         runner = self.runner
         num_ranks = runner.parallel_config.world_size_across_dp
-        clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
+        computes = runner.device.type == "cpu" and num_ranks == 1
+        clock = time.thread_time if computes else time.perf_counter
         calibrate_step_cost(
             self.trees.budget, self.run_forward, runner.max_num_tokens, num_ranks, clock=clock
         )

@@ -165,6 +165,7 @@ class V2Adapter(Adapter):
 
         # Draft, after vLLM has sent the tokens off, so that no answer waits for it.
         yield "drafts", None
+        is_behind = self._num_ahead > 0
         self._wait_for(arrived, wait)
         new_tokens = _extended(texts, tokens, counts)
         rows = _drafted_rows(step, batch)
@@ -173,8 +174,8 @@ class V2Adapter(Adapter):
         if argmax is not None:
             step.argmax = argmax[rows]
         trees.accept(step, step.paths_of(new_tokens))
-        # After a pause the step began behind others, so that its duration is unknown.
-        trees.end_step(step, new_tokens, is_timed=wait != "pause_end")
+        # Of a step that began behind others, as after a pause, the duration is unknown.
+        trees.end_step(step, new_tokens, is_timed=not is_behind)
         paths: list[list[int]] = [[] for _ in texts]
         if wait != "verification":
             start = time.perf_counter()

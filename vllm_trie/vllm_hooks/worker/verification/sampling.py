@@ -90,7 +90,7 @@ def sample_greedy(argmax: np.ndarray, trees: Sequence[TokenTree]) -> TreeSample:
     """Walk all trees by the argmax of each logits row.
 
     Args:
-        argmax: int64, of every logits row. A request owns ``N + 1`` of them: for its last committed
+        argmax: int, of every logits row. A request owns ``N + 1`` of them: for its last committed
             token and for each node.
         trees: Of each request.
     """
