@@ -74,7 +74,6 @@ class WorkerRequest:
     block_ids: list[int]
     num_prompt_tokens: int
     num_logprobs: int | None
-    in_batch: bool = False
 
 
 @dataclass
@@ -97,14 +96,11 @@ class Chain:
 
 
 class Worker:
-    """Checks what a scheduler sends, and answers."""
+    """Checks what a scheduler sends, and answers. It keeps the tokens that it samples, as Model
+    Runner V2 does; of a resumed request it takes the scheduler's."""
 
-    def __init__(self, block_size: int, asynchronous: bool) -> None:
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.asynchronous = asynchronous
-        # Under asynchronous scheduling a request's last token is the one sampled in the step
-        # before, found by the request's id, whatever the scheduler has sent.
-        self.last_sampled: dict[str, int] = {}
         self.requests: dict[str, WorkerRequest] = {}
         self.slots: dict[int, int] = {}
         self.before: dict[int, int] = {}  # fingerprint -> that of one token less
@@ -126,9 +122,6 @@ class Worker:
                 if source is not None:
                     self.slots[copied.dst_block_id * self.block_size + offset] = source
         scheduled = output.num_scheduled_tokens
-        for request_id, state in self.requests.items():
-            if request_id not in scheduled:
-                state.in_batch = False
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.requests, f"{new.req_id} is known already"
@@ -145,10 +138,8 @@ class Worker:
             assert request_id in self.requests, f"the worker does not know {request_id}"
             state = self.requests[request_id]
             num_output_tokens = cached.num_output_tokens[i]
-            if self.asynchronous and num_output_tokens and not state.in_batch:
-                # Back in the batch: the scheduler's tokens take the place of the worker's.
-                del state.token_ids[state.num_prompt_tokens :]
-                state.token_ids += cached.all_token_ids[request_id][-num_output_tokens:]
+            if request_id in cached.resumed_req_ids:
+                state.token_ids = list(cached.all_token_ids[request_id])
             del state.token_ids[state.num_prompt_tokens + num_output_tokens :]
             if request_id in cached.resumed_req_ids:
                 state.block_ids = list(cached.new_block_ids[i][0])
@@ -161,12 +152,9 @@ class Worker:
         rows: list[np.ndarray] = []
         for request_id, count in scheduled.items():
             state = self.requests[request_id]
-            state.in_batch = True
             start, end = starts[request_id], starts[request_id] + count
             assert end <= len(state.token_ids), f"{request_id}: unknown tokens are scheduled"
             inputs = state.token_ids[:end]
-            if request_id in self.last_sampled:
-                inputs[end - 1] = self.last_sampled[request_id]
             prints = fingerprints(inputs)
             for position in range(end):
                 block = state.block_ids[position // self.block_size]
@@ -185,9 +173,6 @@ class Worker:
                 sampled.append([token])
             else:
                 sampled.append([])  # a chunk of the prompt
-        if output.total_num_scheduled_tokens and self.asynchronous:  # also of beams only
-            pairs = zip(scheduled, sampled, strict=True)
-            self.last_sampled = {name: tokens[0] for name, tokens in pairs if tokens}
         result = ModelRunnerOutput(
             req_ids=list(scheduled),
             req_id_to_index={request_id: i for i, request_id in enumerate(scheduled)},
@@ -370,7 +355,7 @@ class Simulation:
         self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 2 if asynchronous else 1
-        self.worker = Worker(block_size, bool(asynchronous))
+        self.worker = Worker(block_size)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: dict[str, Finished] = {}
         self.open: set[str] = set()
