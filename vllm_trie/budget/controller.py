@@ -23,6 +23,13 @@ _FADING_STEPS = 64
 _FIRST_DRAFTING = 1e-4  # seconds
 _MARGIN = 0.9  # of a node's minimum gain, for the minimum probability that drafters get
 _FEW_NODES = 32  # a step
+# Doubt in what nodes cost, as a share of its logarithm: it grows with each draft that is not worth
+# its time and falls with each that is, whose step corrects the cost.
+_DOUBT = 1 / 64
+_MOST_DOUBT = 3 / 4
+_RELIEF = 1 / 8
+_MOST_DRAFTS = 512  # until a pause measures steps that nobody waits for
+_MEASURING_PAUSE = 6  # steps
 
 
 class NodeBudget:
@@ -54,6 +61,9 @@ class NodeBudget:
         self._pause = 0
         self._rows_at_pause = 0
         self._next_pause = 1
+        self._drafts = _MOST_DRAFTS - 16  # worth their time, since unwaited steps were measured
+        self._is_timed = True  # a step since the last pause began
+        self._doubt = 0.0
 
     def should_draft(self, num_rows: int) -> bool:
         """Return whether to draft for the next step; counts steps, and counts down a pause.
@@ -83,9 +93,9 @@ class NodeBudget:
         if not self.cost.known:
             return 0.0
         nodes = max(num_rows, _FEW_NODES)
-        seconds = self.cost.table(num_rows + nodes + 1)
-        slope = (seconds[num_rows + nodes] - seconds[num_rows]) / nodes
-        price = _MARGIN * num_rows / (self._unwaited_share * seconds[num_rows]) * slope
+        seconds = self._table(num_rows, nodes)[num_rows:]
+        slope = ((seconds[1:] - seconds[0]) / np.arange(1, nodes + 1)).min()
+        price = _MARGIN * num_rows / (self._unwaited_share * seconds[0]) * slope
         return self.acceptance.predicted_for(price)
 
     def cut(self, trees: Sequence[TokenTree], num_rows: int) -> list[TokenTree]:
@@ -107,7 +117,7 @@ class NodeBudget:
             return list(trees)
         num_open = sum(map(len, predicted))
         whole = sum(tree.num_nodes for tree in trees) - num_open
-        seconds = self.cost.table(num_rows + whole + num_open + 1)[whole:]
+        seconds = self._table(num_rows, whole + num_open)[whole:]
         keep, tokens_per_second = choose_nodes(
             predicted, self.acceptance.points(), num_rows, seconds
         )
@@ -124,17 +134,32 @@ class NodeBudget:
             cut[i] = tree
         return cut
 
+    def _table(self, num_rows: int, nodes: int) -> np.ndarray:
+        """Return float64 [num_rows + nodes + 1], seconds by number of tokens, closer to those of
+        `num_rows` tokens the larger the doubt."""
+        seconds = self.cost.table(num_rows + nodes + 1)
+        doubted: np.ndarray = seconds * (seconds[num_rows] / seconds) ** self._doubt
+        return doubted
+
     def _set_pause(self, is_worthwhile: bool, plain_seconds: float, num_rows: int) -> None:
         if is_worthwhile:
             # One lucky draft does not end the caution, a few in a row do.
             self._next_pause = max(self._next_pause // _PAUSE_DIVISOR, 1)
-        else:
-            longest = _MAX_PAUSE
-            if not self.drafting_waits:
-                cost = self._drafting_seconds / plain_seconds
-                longest = min(int(_PAUSE_BY_COST * cost), _MAX_PAUSE)
-            self._pause, self._rows_at_pause = min(self._next_pause, longest), num_rows
-            self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
+            self._doubt = max(self._doubt - _RELIEF, 0.0)
+            self._drafts += 1
+            if self.drafting_waits and self._drafts >= _MOST_DRAFTS:
+                self._pause, self._rows_at_pause, self._drafts = _MEASURING_PAUSE, num_rows, 0
+            return
+        self._doubt = min(self._doubt + _DOUBT, _MOST_DOUBT)
+        if self.drafting_waits and not self._is_timed:
+            self._is_timed = True  # the next step will be, unless it has prefills
+            return
+        self._is_timed = False
+        longest = _MAX_PAUSE
+        if not self.drafting_waits:
+            longest = min(int(_PAUSE_BY_COST * self._drafting_seconds / plain_seconds), _MAX_PAUSE)
+        self._pause, self._rows_at_pause = min(self._next_pause, longest), num_rows
+        self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
 
     @property
     def pause(self) -> tuple[int, int, int]:
@@ -152,12 +177,14 @@ class NodeBudget:
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in the measured duration of one decoding step without drafting."""
         self.cost.observe(num_tokens, seconds)
+        self._is_timed = True
 
     def observe_unwaited(self, num_tokens: int, seconds: float) -> None:
         """Take in the duration of a decoding step in a pause, from its launch to the next one."""
         if self.cost.known and num_tokens:
             ratio = seconds / self.cost(num_tokens)
             self._unwaited_share = min(moved(self._unwaited_share, ratio), 1.0)
+            self._drafts = 0
 
     def observe_drafting(self, seconds: float) -> None:
         """Take in the duration of drafting for one step, including all overhead."""

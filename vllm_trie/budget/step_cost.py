@@ -49,7 +49,7 @@ class StepCost:
 
     def expect(self, num_tokens: int, seconds: float) -> None:
         """Set the duration of a step of an idle machine."""
-        self._expected[num_tokens] = seconds
+        self._expected[num_tokens] = max(seconds, 1e-9)
         self._table = np.empty(0)
 
     def observe(self, num_tokens: int, seconds: float) -> None:

@@ -151,6 +151,15 @@ def test_one_interrupted_step_does_not_steer():
     assert cost(33) / cost(1) == pytest.approx(1.5, rel=0.05)
 
 
+def test_a_start_without_durations_is_corrected():
+    cost = StepCost()
+    for num_tokens in (1, 8):
+        cost.expect(num_tokens, 0.0)
+    for _ in range(200):
+        cost.observe(8, 0.02)
+    assert cost(8) == pytest.approx(0.02)
+
+
 def test_acceptance_corrects_an_overconfident_drafter():
     calibration = AcceptanceCalibration()
     rng = np.random.default_rng(0)
@@ -233,6 +242,14 @@ def test_a_large_batch_asks_for_likelier_nodes():
     least = [budget.least_probability(num_rows) for num_rows in (1, 4, 16, 32)]
     assert least == sorted(least)
     assert least[0] < least[-1] / 4
+
+
+def test_nodes_that_fill_a_block_are_drafted():
+    budget = NodeBudget()
+    for num_tokens, seconds in ((1, 0.010), (16, 0.010), (17, 0.015), (32, 0.015), (64, 0.025)):
+        budget.expect_step(num_tokens, seconds)
+    assert budget.least_probability(8) == 0.0
+    assert budget.cut([_chain([0.05])] * 8, 8)[0].num_nodes == 1
 
 
 def test_cut_trees_are_the_likeliest_subtrees():
@@ -332,6 +349,61 @@ def test_drafts_are_weighed_against_steps_that_nobody_waits_for(seconds, keeps):
     assert budget.cut([_chain([0.3])], 1)[0].num_nodes == 1
 
 
+def _decode_on_v2(
+    budget: NodeBudget, num_steps: int, edge: float, load: float = 1.0, wait: float = 1.1
+) -> float:
+    """Decode one request where drafting waits; return the number of verified nodes per step.
+
+    Args:
+        edge: Probability of each node, given its parent.
+        load: Factor of all steps.
+        wait: Factor of the steps that the host waits for.
+    """
+    rng = np.random.default_rng(0)
+    kept, num_ahead, total = TokenTree.empty(), 0, 0
+    for _ in range(num_steps):
+        num_nodes = kept.num_nodes
+        seconds = load * (8e-3 + 1e-5 * (1 + num_nodes))
+        total += num_nodes
+        drafts = budget.should_draft(1)
+        if drafts or num_nodes:
+            right = min(rng.geometric(1.0 - edge) - 1, num_nodes)
+            budget.observe_verified([kept], [range(right)])
+            if not (drafts and num_ahead):  # that step began behind others
+                budget.observe_step(1 + num_nodes, wait * seconds)
+            num_ahead = 0
+        else:
+            num_ahead += 1
+            if num_ahead > 2:
+                budget.observe_unwaited(1, seconds)
+        kept = TokenTree.empty()
+        if drafts:
+            budget.observe_drafting(2e-4)
+            (kept,) = budget.cut([_chain((edge ** np.arange(1, 9)).tolist())], 1)
+    return total / num_steps
+
+
+def _v2_budget() -> NodeBudget:
+    budget = NodeBudget()
+    budget.drafting_waits = True
+    for num_tokens in (1, 8, 16, 32):
+        budget.expect_step(num_tokens, 8e-3 + 1e-5 * num_tokens)
+    return budget
+
+
+def test_pauses_do_not_outlive_a_change_of_load():
+    budget = _v2_budget()
+    _decode_on_v2(budget, 500, 0.75, load=3.0)
+    _decode_on_v2(budget, 300, 0.02, load=3.0)
+    assert _decode_on_v2(budget, 700, 0.02) < 0.1
+    assert _decode_on_v2(budget, 2000, 0.5) > 4.0
+
+
+def test_what_waits_cost_is_learned_without_a_refused_draft():
+    budget = _v2_budget()
+    assert _decode_on_v2(budget, 2000, 0.15, wait=1.33) < 0.5
+
+
 def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
     tree = _chain([0.2])
     kept = []
@@ -422,6 +494,15 @@ def test_sizes_that_once_seemed_slow_are_tried_again(num_rows):
     assert machine.verified_nodes(0.95, 100) < 0.1
     machine.verified_nodes(0.95, 8000)
     assert machine.verified_nodes(0.95, 100) > 2.5
+
+
+@pytest.mark.parametrize("factor", [2.0, 2.5])
+def test_wrong_proportions_at_the_start_are_corrected(factor):
+    machine = _Machine(8)
+    for num_tokens in (16, 17, 32, 33, 64, 65, 128, 257):
+        machine.budget.expect_step(num_tokens, factor * machine.seconds(num_tokens))
+    machine.verified_nodes(0.7, 4000)
+    assert machine.verified_nodes(0.7, 100) > 1.5
 
 
 def test_sizes_that_are_slow_are_seldom_tried():

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,3 +71,14 @@ def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch):
     for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
         step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, 0.0)
         assert step.is_pausing == is_pausing
+
+
+@pytest.mark.parametrize("share_trees", [None, lambda trees: trees])
+def test_rejected_nodes_are_forgotten_with_time(share_trees):
+    budget = NodeBudget()
+    predicted = np.full(100, 0.9)
+    budget.acceptance.observe(predicted, np.empty(0, dtype=np.int64))
+    trees = verifier(budget, share_trees)
+    for _ in range(4000):
+        trees.begin_step(["a"], {}, 1, 0.0)
+    assert budget.acceptance(predicted)[0] > 0.8

@@ -174,8 +174,8 @@ class TreeVerifier:
             num_tokens if num_tokens == num_decode_tokens else 0,
             started,
             is_pausing=self.budget is not None
-            and (self.share_trees is None or self.budget.drafting_waits)
-            and not self.budget.should_draft(num_requests),
+            and not self.budget.should_draft(num_requests)  # counts steps, so first
+            and (self.share_trees is None or self.budget.drafting_waits),
             has_drafts=bool(drafts),
         )
         if drafts:
