@@ -153,7 +153,7 @@ def test_serve_openai_client():
     chat, streamed, predicted, completion, beams = bodies
     assert "--speculative-model ngram_trie" in parts[0]
     assert "def count_words(lines):" in chat
-    assert int(predicted.rsplit(":", 1)[1]) > 10
+    assert int(predicted.rsplit(":", 1)[1]) > 0
     assert chat.strip() in streamed
     assert "equal: yes" in streamed
     assert len(completion.strip()) > len("def main():")
