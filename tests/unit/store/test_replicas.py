@@ -252,7 +252,7 @@ def test_no_text_crosses_salts_or_adapters(server, join, victim, attacker):
         ("folder", "must be redis://HOST"),
         ("http://host", "must be redis://HOST"),
         ("redis://host:port/0", "is no URL of a server"),
-        ("redis://user:secret@host/abc", "names the database 'abc', which must be a number"),
+        ("redis://user:secret@host/abc", "its database is .abc.; it must be a number"),
     ],
 )
 def test_an_address_that_cannot_be_one(url, said):

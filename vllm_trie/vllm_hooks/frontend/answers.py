@@ -54,7 +54,7 @@ def _completed(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
         from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
         details = usage.completion_tokens_details or CompletionTokenUsageInfo()
-        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details), **counts)
+        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details) | counts)
     beams = [output.beam for output in outputs if hasattr(output, "beam")]
     if beams and hasattr(response, "choices"):
         response.beams = beams

@@ -14,7 +14,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_trie.items.trie_file import ItemsError, check_vocabulary, read_header
-from vllm_trie.vllm_hooks.setup.config import ALLOW_GPU, ITEMS, own_part, spelled
+from vllm_trie.vllm_hooks.setup.config import (
+    ALLOW_GPU,
+    BEAM_SEARCH,
+    ITEMS,
+    own_part,
+    spelled,
+    switch,
+)
 from vllm_trie.vllm_hooks.setup.limits import PLATFORM_LIMITS, UNTESTED_LIMITS, problems
 
 if TYPE_CHECKING:
@@ -89,9 +96,9 @@ def say_where_untested(vllm_config: VllmConfig) -> None:
             "you rely on it, run `vllm-trie validate --model MODEL`.",
             ALLOW_GPU,
         )
-    elif own_part(vllm_config.additional_config).get(ALLOW_GPU) or reason in problems(
-        "beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS
-    ):
+    elif (
+        switch(vllm_config, ALLOW_GPU) and switch(vllm_config, BEAM_SEARCH) is not False
+    ) or reason in problems("beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS):
         logger.info("Native beam search is off, vLLM's own serves: %s", reason)
 
 
