@@ -1,3 +1,3 @@
 """The version of the package, read by the build and by ``vllm-trie --version``."""
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
