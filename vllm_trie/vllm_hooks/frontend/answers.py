@@ -23,10 +23,8 @@ _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
 COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 """Fields of the usage, and attributes of a ``CompletionOutput``."""
 
-_ANSWER = "completion.serving:OpenAIServingCompletion.request_output_to_completion_response"
-_CHAT = "chat_completion.serving:OpenAIServingChat.chat_completion_full_generator"
-_predicted = Symbols("entrypoints.openai.", "vLLM takes predicted outputs")
-_searched = of_beams("entrypoints.openai.")  # either may step aside alone
+Add = Callable[[Any, Sequence["CompletionOutput"]], None]
+"""Adds what outputs have to an answer."""
 
 
 async def remembered(
@@ -45,49 +43,68 @@ def counts_of(outputs: Iterable[CompletionOutput]) -> dict[str, int]:
     return {name: sum(getattr(out, name) for out in predicted) for name in COUNTS if predicted}
 
 
-def _completed(response: Any, outputs: Iterable[CompletionOutput]) -> Any:
-    """Return an answer with the counts of predictions in its usage and, if its choices are
-    hypotheses of searches, with the field ``beams``: what ``CompletionOutput.beam`` has of each."""
-    outputs = list(outputs)
+def _add_counts(response: Any, outputs: Sequence[CompletionOutput]) -> None:
+    """Add the counts of predictions to the usage of an answer."""
     usage = getattr(response, "usage", None)
     if usage is not None and (counts := counts_of(outputs)):
         from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
         details = usage.completion_tokens_details or CompletionTokenUsageInfo()
-        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details) | counts)
+        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details), **counts)
+
+
+def _add_beams(response: Any, outputs: Sequence[CompletionOutput]) -> None:
+    """Add the field ``beams`` to an answer whose choices are hypotheses of searches.
+
+    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline.
+    """
     beams = [output.beam for output in outputs if hasattr(output, "beam")]
     if beams and hasattr(response, "choices"):
         response.beams = beams
-    return response
 
 
-@_predicted.wraps(_ANSWER, "answers with counts of predictions")
-@_searched.wraps(_ANSWER, "answers with scores of hypotheses")
-def completion_response(
-    original: Callable[..., Any],
-    self: object,
-    final_res_batch: Sequence[RequestOutput],
-    *args: object,
-    **kwargs: object,
-) -> Any:
-    response = original(self, final_res_batch, *args, **kwargs)
-    return _completed(response, (out for result in final_res_batch for out in result.outputs))
+def _complete_answers(openai: Symbols, why: str, add: Add) -> None:
+    """Have something added to answers of ``/v1/completions`` and ``/v1/chat/completions``."""
+
+    @openai.wraps(
+        "completion.serving:OpenAIServingCompletion.request_output_to_completion_response", why
+    )
+    def completion_response(
+        original: Callable[..., Any],
+        self: object,
+        final_res_batch: Sequence[RequestOutput],
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        response = original(self, final_res_batch, *args, **kwargs)
+        add(response, [output for result in final_res_batch for output in result.outputs])
+        return response
+
+    @openai.wraps("chat_completion.serving:OpenAIServingChat.chat_completion_full_generator", why)
+    async def chat_response(
+        original: Callable[..., Any],
+        self: object,
+        request: object,
+        result_generator: AsyncIterator[RequestOutput],
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        last: dict[int, CompletionOutput] = {}
+        results = remembered(result_generator, last)
+        response = await original(self, request, results, *args, **kwargs)
+        add(response, list(last.values()))
+        return response
 
 
-@_predicted.wraps(_CHAT, "answers with counts of predictions")
-@_searched.wraps(_CHAT, "answers with scores of hypotheses")
-async def chat_response(
-    original: Callable[..., Any],
-    self: object,
-    request: object,
-    result_generator: AsyncIterator[RequestOutput],
-    *args: object,
-    **kwargs: object,
-) -> Any:
-    last: dict[int, CompletionOutput] = {}
-    results = remembered(result_generator, last)
-    response = await original(self, request, results, *args, **kwargs)
-    return _completed(response, last.values())
+# Of a feature each: either may step aside alone.
+_complete_answers(
+    Symbols("entrypoints.openai.", "vLLM takes predicted outputs"),
+    "answers with the counts of predictions",
+    _add_counts,
+)
+_complete_answers(
+    of_beams("entrypoints.openai."), "answers with the scores of hypotheses", _add_beams
+)
 
 
 @Symbols("entrypoints.common.offline:OfflineInferenceMixin.", STATS).wraps(
