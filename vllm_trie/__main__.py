@@ -14,10 +14,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if "." in (error.name or "."):  # a part of a package that is there
             raise
-        remedy = "pip install vllm, or docs/cpu.md for CPUs" if error.name == "vllm" else ""
+        how = " (pip install vllm, or docs/cpu.md for CPUs)" if error.name == "vllm" else ""
         sys.exit(
-            f"error: the package {error.name!r} is not installed; "
-            f"install it{f' ({remedy})' if remedy else ''}, and vllm-trie with its dependencies"
+            f"error: the package {error.name!r} is not installed; install it{how}, and vllm-trie "
+            "with its dependencies"
         )
 
 

@@ -90,15 +90,15 @@ def say_where_untested(vllm_config: VllmConfig) -> None:
     if current_platform.is_cpu():
         return
     reason = reason_off(vllm_config)
+    is_asked_for = switch(vllm_config, ALLOW_GPU) and switch(vllm_config, BEAM_SEARCH) is not False
+    platform_limits = PLATFORM_LIMITS + UNTESTED_LIMITS
     if reason is None:
         logger.warning(
             "Native beam search is on by %s=True, after a check. It has never run on a GPU: before "
             "you rely on it, run `vllm-trie validate --model MODEL`.",
             ALLOW_GPU,
         )
-    elif (
-        switch(vllm_config, ALLOW_GPU) and switch(vllm_config, BEAM_SEARCH) is not False
-    ) or reason in problems("beams", vllm_config, PLATFORM_LIMITS + UNTESTED_LIMITS):
+    elif is_asked_for or reason in problems("beams", vllm_config, platform_limits):
         logger.info("Native beam search is off, vLLM's own serves: %s", reason)
 
 

@@ -167,12 +167,12 @@ class TreeVerifier:
         num_requests = len(request_ids)
         num_decode_tokens = num_requests + sum(map(len, drafts.values()))
         step = self.step = TreeStep(
-            request_ids,
-            [TokenTree.empty()] * num_requests,
-            range(num_requests),
-            [()] * num_requests,
-            num_tokens if num_tokens == num_decode_tokens else 0,
-            started,
+            request_ids=request_ids,
+            trees=[TokenTree.empty()] * num_requests,
+            first_rows=range(num_requests),
+            accepted=[()] * num_requests,
+            num_decode_tokens=num_tokens if num_tokens == num_decode_tokens else 0,
+            started=started,
             is_pausing=self.budget is not None
             and not self.budget.should_draft(num_requests)  # counts steps, so first
             and (self.share_trees is None or self.budget.drafting_waits),
