@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import Case, constrained_search, search
+from tests.engine.prompts import tokenizer
 from tests.engine.serving import MODEL_NAME, running
 from tests.unit.items.catalogues import PlainTrie, random_items, write
 from vllm_trie.lab.tiny_model import model_path
@@ -52,11 +53,8 @@ def chat(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: 
 
 
 def expected_texts(case: Case) -> list[str]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
     return [
-        tokenizer.decode(hypothesis.token_ids, skip_special_tokens=True)
+        tokenizer().decode(hypothesis.token_ids, skip_special_tokens=True)
         for hypothesis in search(str(model_path()), case)
     ]
 
@@ -169,6 +167,37 @@ def test_structured_outputs(client, call):
         assert re.fullmatch("[a-c]{2,5}", text)
 
 
+ITEM = next(item for item in ITEMS if len(item) > 2 and tokenizer().decode(item).isascii())
+FEW = {
+    "no item": {"items": "catalogue", "allow_items": [-1]},
+    "one item": {"items": "catalogue", "allow_items": [ITEMS[ITEM]]},
+    "grammar": {"structured_outputs": {"choice": ["a", "b"]}},
+    "tokens": {"allowed_token_ids": [5], "ignore_eos": True},
+}
+"""Searches that find fewer than 4 hypotheses; `vllm_xargs` of the first two."""
+
+
+@pytest.mark.parametrize("call", [completion, chat])
+@pytest.mark.parametrize("kind", FEW)
+def test_searches_that_find_fewer_hypotheses(client, call, kind):
+    """What is missing is empty: JSON has no infinite score."""
+    xargs = {"beam_width": 4, "beam_trace": 1}
+    options = {**FEW[kind], "vllm_xargs": xargs}
+    if "items" in options:
+        options = {"vllm_xargs": {**xargs, **FEW[kind]}}
+    logprobs = {"logprobs": 0} if call is completion else {"logprobs": True, "top_logprobs": 0}
+    result = call(client, options, n=4, **logprobs)
+    texts = [c.text if call is completion else c.message.content for c in result.choices]
+    num_missing = {"no item": 4, "one item": 3, "grammar": 2, "tokens": 3}[kind]
+    scores = [beam["score"] for beam in result.beams]
+    assert texts[-num_missing:] == [""] * num_missing
+    assert scores[-num_missing:] == [None] * num_missing
+    assert all(texts[:-num_missing])
+    assert None not in scores[:-num_missing]
+    if kind == "one item":
+        assert texts[0] == tokenizer().decode(ITEM)
+
+
 BAD = [
     ({"use_beam_search": True}, {"n": 0}, "beam_width"),
     ({"use_beam_search": True}, {"n": 33}, "max_num_seqs=32"),
@@ -212,6 +241,7 @@ def test_responses_refuse_options_outside_of_vllm_xargs(client):
             with pytest.raises(openai.BadRequestError, match="put it into 'vllm_xargs'"):
                 respond(**extra, stream=stream)
     assert respond(vllm_xargs={"speculation": False}, length_penalty=2.0).output_text
+    assert respond(vllm_xargs={"beam_width": 4, **FEW["no item"]}).output_text == ""
 
 
 def test_a_client_that_goes_away(client):

@@ -85,7 +85,7 @@ def stop(index: int) -> int | None:
     return 7 if index == 1 else None
 
 
-def as_a_search(params: SamplingParams, num_logprobs: int | None) -> list[Any]:
+def as_a_search(params: SamplingParams, num_logprobs: int | None = None) -> list[Any]:
     processor, request = OutputProcessor(tokenizer(), log_stats=False), made(prepare_params(params))
     assert request.params.n == 1
     processor.add_request(request, "text", None, 0)
@@ -140,6 +140,18 @@ def test_outputs(options, kind):
         assert (output.finish_reason, output.stop_reason) == (one.finish_reason, one.stop_reason)
     if "stop" in options:
         assert result.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("items_end", ["complete", "eos"])
+def test_the_text_of_an_item_is_whole(items_end):
+    """Only EOS behind it is no part of the text, as in Hugging Face's of the same tokens."""
+    extra_args = {"beam_width": 4, "items": "catalogue", "items_end": items_end}
+    [result] = as_a_search(SamplingParams(n=len(LENGTHS), extra_args=extra_args))
+    output, tokens = result.outputs[1], answer(None)[0][1]
+    assert output.finish_reason == "stop"
+    assert output.token_ids == tokens
+    assert output.text == tokenizer().decode(tokens if items_end == "complete" else tokens[:-1])
 
 
 @pytest.mark.usefixtures("patched")

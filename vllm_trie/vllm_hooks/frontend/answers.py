@@ -3,6 +3,7 @@ drafts offline."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,11 +57,12 @@ def _add_counts(response: Any, outputs: Sequence[CompletionOutput]) -> None:
 def _add_beams(response: Any, outputs: Sequence[CompletionOutput]) -> None:
     """Add the field ``beams`` to an answer whose choices are hypotheses of searches.
 
-    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline.
+    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline, with null
+    for infinite numbers, which JSON does not have.
     """
     beams = [output.beam for output in outputs if hasattr(output, "beam")]
     if beams and hasattr(response, "choices"):
-        response.beams = beams
+        response.beams = json.loads(json.dumps(beams), parse_constant=lambda _: None)
 
 
 def _complete_answers(openai: Symbols, why: str, add: Add) -> None:

@@ -52,7 +52,8 @@ class SearchOutputs(ParentRequest):
         params, prompt = request.sampling_params, request.prompt_token_ids
         assert params is not None
         assert prompt is not None
-        self._n = beam_spec(params).n
+        self._n, options = beam_spec(params)
+        self._ends_with_items = options.items is not None and options.items_end == "complete"
         self._state = state
         self._tokenizer = tokenizer if params.detokenize else None
         self._request = copy(request)
@@ -104,7 +105,8 @@ class SearchOutputs(ParentRequest):
     def _complete(self, output: CompletionOutput, logprobs: LogprobsLists | None) -> None:
         """Add text and log-probabilities as vLLM does."""
         detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
-        stop = detokenizer.update([*output.token_ids], output.finish_reason == "stop")
+        ends_with_stop_token = output.finish_reason == "stop" and not self._ends_with_items
+        stop = detokenizer.update([*output.token_ids], ends_with_stop_token)
         if stop:
             output.finish_reason, output.stop_reason = "stop", stop
         output.text = detokenizer.get_next_output_text(True, False)
