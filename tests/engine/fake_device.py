@@ -100,6 +100,15 @@ def fake_device() -> Iterator[tuple[Watch, torch.device]]:
         zeros = np.zeros(tensor.shape, dtype=str(tensor.dtype).removeprefix("torch."))
         return _on_device.get(id(tensor), (tensor, zeros))[1]
 
+    assign = torch.Tensor.__setitem__
+
+    def assign_watched(self: torch.Tensor, index: Any, value: Any) -> None:
+        by_tensor = any(map(torch.is_tensor, tree_leaves(index)))
+        if by_tensor and self.device.type != "cpu" and not torch.is_tensor(value):
+            watch.note("a number that CUDA copies and waits for")
+        assign(self, index, value)
+
+    torch.Tensor.__setitem__ = assign_watched  # type: ignore[method-assign]
     InterpretedFunction.run = launch
     v2_adapter.async_copy_to_np = to_host
     torch.cuda.Event = v2_on_cpu.Event
@@ -195,6 +204,7 @@ def _store(pointer):  # type: ignore[no-untyped-def]
 def controls_of(device: torch.device) -> dict[str, Callable[[], object]]:
     on_device, on_host = torch.zeros(4, device=device), torch.ones(4)
     index = torch.from_numpy(np.array([1, 2]))
+    places = torch.zeros(2, dtype=torch.int64, device=device)
     return {
         "read": lambda: on_device[0].item(),
         "mask": lambda: on_device[on_device > 0],
@@ -202,6 +212,7 @@ def controls_of(device: torch.device) -> dict[str, Callable[[], object]]:
         "copy to the host": lambda: on_device.to("cpu"),
         "index": lambda: on_device[index],
         "assignment": lambda: on_device.__setitem__(index, 1.0),
+        "number assigned": lambda: on_device.__setitem__(places, 1.0),
         "operand": lambda: torch.cat([on_device, on_host]),
         "kernel": lambda: _store[(1,)](on_host),
         "queued copy": lambda: on_device.copy_(on_host, non_blocking=True),

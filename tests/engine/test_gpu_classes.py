@@ -98,7 +98,7 @@ def test_steps_on_a_fake_device(release):
     controls = result.pop("controls")
     assert result == {"chains": [], "trees": [], "beams": []}
     assert [name for name, faults in controls.items() if not faults] == ["queued copy", "number"]
-    assert len(controls) == 10
+    assert len(controls) == 11
 
 
 # -- a platform that says it is a GPU --------------------------------------------------------------

@@ -153,7 +153,8 @@ class V2Adapter(Adapter):
         wait = self._wait_cause(step, max_nodes)
         if wait is None:
             # Nobody drafts after this step, nor waits for its tokens.
-            self.num_drafted[batch.idx_mapping] = 0
+            # An assignment of a number by index would wait for the device.
+            self.num_drafted.index_fill_(0, batch.idx_mapping, 0)
             del hidden_states
             following, seconds = yield "launch", None
             self._observe_unwaited(step, following, seconds)
