@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
+from tests.engine.conftest import scheduler_of
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
 from vllm_trie.vllm_hooks.scheduler.speculation import FirstTokens
@@ -82,6 +83,60 @@ def test_seeded(engine, params):
         SamplingParams(**params, seed=100 + i, max_tokens=80, ignore_eos=True) for i in range(12)
     ]
     _compare(engine, seeded)
+
+
+@pytest.mark.parametrize("verification", ["tree", "chain"])
+def test_seeds_next_to_drafts_and_chunks(engine, monkeypatch, verification):
+    """Prompts of one step and of several, with and without seeds and drafts.
+
+    Prompts that fit into a step without drafts are computed at once.
+    """
+    some = [prompts()[i] for i in (24, 25, 26, 27, 28, 29, 6, 0, 16, 1, 18, 22)]
+    params = [
+        SamplingParams(
+            temperature=0.9 if i % 2 else 0.0,
+            seed=i if i % 2 else None,
+            max_tokens=60,
+            ignore_eos=True,
+            extra_args={"speculation": i % 3 > 0},
+        )
+        for i in range(len(some))
+    ]
+    expected = plain_outputs(engine(), some, params)
+    llm = engine(
+        **speculation("test_oracle", 48, verification=verification),
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+    )
+    core, scheduler, outputs, splits = llm.llm_engine, scheduler_of(llm), {}, []
+    schedule = scheduler.schedule
+
+    def note_splits(*args, **kwargs):
+        step = schedule(*args, **kwargs)
+        drafts = sum(map(len, step.scheduled_spec_decode_tokens.values()))
+        for new in step.scheduled_new_reqs:
+            length, chunk = len(new.prompt_token_ids), step.num_scheduled_tokens[new.req_id]
+            others = step.total_num_scheduled_tokens - chunk - drafts
+            if chunk < length:
+                splits.append(length > 256 - others)
+        return step
+
+    monkeypatch.setattr(scheduler, "schedule", note_splits)
+    before = accepted_tokens(llm)
+    for step in itertools.count():
+        # Six at once, then one after the other.
+        arriving = range(6) if not step else [5 + step // 4] if step % 4 == 0 else []
+        for i in arriving if step <= 24 else []:
+            core.add_request(str(i), some[i], params[i])
+        outputs |= {int(o.request_id): o for o in core.step() if o.finished}
+        if len(outputs) == len(some):
+            break
+    assert splits.count(True) >= 4
+    assert splits.count(False) == 0
+    assert accepted_tokens(llm) > before + 40
+    # vLLM's rejection sampler draws other numbers for chains than plain decoding does.
+    same = [i for i in range(len(some)) if verification == "tree" or i % 6 in (0, 2, 3, 4)]
+    assert differences([expected[i] for i in same], [outputs[i] for i in same]) == []
 
 
 def test_logprobs(engine):

@@ -24,6 +24,12 @@ _verified("v1.sample.logits_processor.interface:LogitsProcessor.update_state", "
     "before each level of the walk, as before each step", "batch_update")
 _verified("v1.worker.gpu_input_batch:InputBatch.add_request", "relied on",
     "its req_output_token_ids are the lists that logits processors hold", "request")
+_verified("v1.worker.gpu_input_batch:InputBatch._make_sampling_metadata", "relied on",
+    "its generators are those of the batch, from which partial prefills' are hidden", "",
+    until="vLLM winds back generators of CPUs by their state")
+_verified("v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", "called",
+    "the tokens that a prompt takes of a step, which drafts leave to it", "request",
+    until="proposers learn that a request waits")
 _verified("v1.sample.rejection_sampler:RejectionSampler.parse_output", "relied on",
     "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size")
 _verified("v1.sample.sampler:Sampler.forward", "called",

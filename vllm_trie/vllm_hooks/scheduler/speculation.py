@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.vllm_hooks.ledger.record import STATS, Result, Symbols
 from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy
+from vllm_trie.vllm_hooks.scheduler.draft_room import DraftRoom
 from vllm_trie.vllm_hooks.scheduler.forced_tokens import ForcedTokens
 from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.wire import (
@@ -198,23 +199,36 @@ class FirstTokens:
         return params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
 
 
-def before_schedule(scheduler: Scheduler) -> tuple[FirstTokens, ForcedTokens]:
+class BeforeSchedule(NamedTuple):
+    """What changes the drafts of a scheduler's next step."""
+
+    first_tokens: FirstTokens
+    forced_tokens: ForcedTokens
+    room: DraftRoom
+
+
+def before_schedule(scheduler: Scheduler) -> BeforeSchedule:
     """Return what changes the drafts of a scheduler's next step."""
-    before: tuple[FirstTokens, ForcedTokens] | None = getattr(scheduler, _BEFORE_SCHEDULE, None)
+    before: BeforeSchedule | None = getattr(scheduler, _BEFORE_SCHEDULE, None)
     if before is None:
-        before = FirstTokens(scheduler), ForcedTokens(scheduler)
+        before = BeforeSchedule(
+            FirstTokens(scheduler), ForcedTokens(scheduler), DraftRoom(scheduler)
+        )
         setattr(scheduler, _BEFORE_SCHEDULE, before)
     return before
 
 
 @Symbols("v1.core.sched.scheduler:Scheduler.", "proposers learn that a request waits").wraps(
-    "schedule", "removes the drafts of steps that start a stream; drafts what a grammar forces"
+    "schedule",
+    "removes the drafts of steps that start a stream; drafts what a grammar forces; cuts drafts "
+    "that would split a prefill",
 )
 def schedule(
     original: Callable[..., Result], self: Scheduler, throttle_prefills: bool = False
 ) -> Result:
     """Let drafts give way to streams that can start, or go on with what grammars force."""
-    first_tokens, forced_tokens = before_schedule(self)
-    if first_tokens.before_schedule():
-        forced_tokens.extend_drafts()
+    before = before_schedule(self)
+    if before.first_tokens.before_schedule():
+        before.forced_tokens.extend_drafts()
+    before.room.cut_drafts()
     return original(self, throttle_prefills)

@@ -173,6 +173,21 @@ class ChainRunnerMixin(_Runner):
         finally:
             self.speculative_config = speculative_config
 
+    @contextmanager
+    def _without_discarded_generators(self) -> Iterator[None]:
+        """Hide the generators of seeded requests whose prefill goes on.
+
+        Their tokens are discarded. vLLM winds the generators back afterwards, which those of CPUs
+        cannot do.
+        """
+        generators = self.input_batch.generators
+        discarded = [i for i in generators if self.discard_request_mask.np[i]]
+        hidden = {i: generators.pop(i) for i in discarded}
+        try:
+            yield
+        finally:
+            generators.update(hidden)
+
     @_runner.overrides("begins a step, with its clock")
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self.adapter.begin_step(self.adapter.step())
@@ -202,12 +217,12 @@ class ChainRunnerMixin(_Runner):
 
     @_runner.overrides(
         "ends a step in which no drafts are wanted, which runs as if speculative_config were None; "
-        "attaches the worker's statistics",
+        "attaches the worker's statistics; samples partial prefills without their generators",
         until=STATS,
     )
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         is_hidden = self.adapter.trees.step.is_pausing and self.execute_model_state is not None
-        with self.without_speculation(is_hidden):
+        with self.without_speculation(is_hidden), self._without_discarded_generators():
             output: Any = super().sample_tokens(grammar_output)
         if is_hidden:
             # `execute_model` saw the configuration and left this to the end of the drafting.
