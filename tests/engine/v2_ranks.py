@@ -20,6 +20,7 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 # isort: split
 
+import torch
 from vllm import LLM
 
 from tests.engine.compare import differences, generate, preemptions
@@ -41,14 +42,35 @@ def pauses() -> Path:
     return Path(os.environ[FILE] + ".pauses")
 
 
-NodeBudget.should_draft = lambda self, num_rows: not pauses().exists()  # type: ignore[method-assign]
-NodeBudget.cut = lambda self, trees, num_rows: list(trees)  # type: ignore[method-assign]
+REAL = "V2_REAL_BUDGETS"
+"""Environment variable of an engine whose budgets decide by themselves."""
+
+
+def replace_budgets() -> None:
+    """Let budgets draft after all steps and verify all nodes, unless they are to pause; of those
+    that decide by themselves, let nodes cost more on rank 0 than on the other."""
+    should_draft, cut, expect = NodeBudget.should_draft, NodeBudget.cut, NodeBudget.expect_step
+
+    def should_draft_or_not(self: NodeBudget, num_rows: int) -> bool:
+        return should_draft(self, num_rows) if REAL in os.environ else not pauses().exists()
+
+    def cut_or_not(self: NodeBudget, trees: Any, num_rows: int) -> list[Any]:
+        return cut(self, trees, num_rows) if REAL in os.environ else list(trees)
+
+    def expect_step(self: NodeBudget, num_tokens: int, seconds: float) -> None:
+        expect(self, num_tokens, seconds * num_tokens ** (1 - torch.distributed.get_rank()))
+
+    NodeBudget.should_draft = should_draft_or_not  # type: ignore[method-assign]
+    NodeBudget.cut, NodeBudget.expect_step = cut_or_not, expect_step  # type: ignore[method-assign]
+
+
+replace_budgets()
 BUDGETED = {**CHAINS, "node_budget": "adaptive"}
 TENSORS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
     "chains, mp": {"speculative_config": BUDGETED, "distributed_executor_backend": "mp"},
     "trees, tensors": {"speculative_config": TREES, **TENSORS},
-    "chains, tensors": {"speculative_config": BUDGETED, **TENSORS},
+    "chains, tensors": {"speculative_config": {**BUDGETED}, **TENSORS},
     "chains, stages": {"speculative_config": CHAINS, **STAGES},
     "union, stages": {"speculative_config": {**UNION, **AS_CHAINS}, **STAGES},
     "chains, both": {"speculative_config": CHAINS, **TENSORS, **STAGES},
@@ -78,6 +100,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     for number, name in enumerate(sys.argv[1:] or ENGINES):
         os.environ[FILE] = str(folder / str(number))
+        if name == "chains, tensors":
+            os.environ[REAL] = "1"
         engines.append(engine(**ENGINES[name]))
         record = Path(os.environ[FILE])
         record.unlink(missing_ok=True)  # of the start
@@ -89,6 +113,7 @@ def main() -> None:
             results[f"pauses, {name}"]["order"] = orders(record)
             pauses().unlink()
         del os.environ[FILE]
+        os.environ.pop(REAL, None)
     shutil.rmtree(folder)
     plain = engine()
     expected = generate(plain, TEXTS, MIXED)

@@ -99,20 +99,21 @@ class NodeBudget:
         return self.acceptance.predicted_for(price)
 
     def cut(self, trees: Sequence[TokenTree], num_rows: int) -> list[TokenTree]:
-        """Return the trees without the nodes that are not worth their time.
+        """Return the trees without the nodes that are not worth their time; set a pause.
 
         Trees without probabilities stay whole. All trees do until step costs are known. `num_rows`
-        requests, with or without a tree, get a token from the next step.
+        requests, with or without a tree, get a token from the next step. Without trees nobody may
+        draft, as where all requests end, which says nothing about drafts.
         """
+        if not trees or not self.cost.known:
+            return list(trees)
         predicted, open_to_cuts = [], []
         for i, tree in enumerate(trees):
             if tree.probabilities is not None and len(tree.probabilities):
                 open_to_cuts.append(i)
                 predicted.append(tree.probabilities)
-        if not self.cost.known:
-            return list(trees)
         if not open_to_cuts:
-            if num_rows and not any(tree.num_nodes for tree in trees):
+            if not any(tree.num_nodes for tree in trees):
                 self._set_pause(False, self.cost(num_rows), num_rows)
             return list(trees)
         num_open = sum(map(len, predicted))

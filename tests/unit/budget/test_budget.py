@@ -317,7 +317,7 @@ def test_drafting_that_costs_nothing_goes_on():
 
 
 def test_drafting_that_waits_pauses_whatever_it_costs():
-    for trees in ([_chain([0.05])], [TokenTree.empty()], []):
+    for trees in ([_chain([0.05])], [TokenTree.empty()]):
         budget = _costly_engine(drafting_seconds=0.0)
         budget.drafting_waits = True
         calls = 0
@@ -326,12 +326,17 @@ def test_drafting_that_waits_pauses_whatever_it_costs():
                 calls += 1
                 budget.cut(trees, 1)
         assert 5 < calls < 20
-        # Steps of prefills draft for nobody and say nothing of what drafts bring.
-        budget._pause, budget._next_pause = 0, 1
-        for _ in range(10):
-            budget.should_draft(1)
-            budget.cut([], 0)
-        assert budget._next_pause == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_steps_in_which_nobody_may_draft_teach_nothing(waits):
+    """The last steps of answers, answers of one token, and prefills in chunks."""
+    budget = _costly_engine(drafting_seconds=1.0)
+    budget.drafting_waits = waits
+    before = vars(budget).copy()
+    for num_rows in (1, 1, 0, 1):
+        assert budget.cut([], num_rows) == []
+    assert vars(budget) == before
 
 
 @pytest.mark.parametrize(("seconds", "keeps"), [(1.02, 1), (0.9, 1), (0.7, 0), (1e-9, 0)])

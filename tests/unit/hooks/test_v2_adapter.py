@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tests.unit.drafters.support import VOCAB, make_context
+from tests.unit.hooks.test_tree_exchange import Rank
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.trace_file import read_trace
@@ -26,6 +29,7 @@ from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
+from vllm_trie.vllm_hooks.worker.verifier_setup import same_on_all_ranks
 
 WIDTH = 4
 MAX_MODEL_LEN = 20
@@ -252,9 +256,14 @@ def test_a_text_ends_where_the_scheduler_ends_it(steps, params, sampled, counted
     assert stats.tokens == 1 + counted
 
 
-@pytest.mark.parametrize(
-    "params", [{"extra_args": {"speculation": False}}, {"thinking_token_budget": 4}]
-)
+WITHOUT_DRAFTS: dict[str, dict[str, Any]] = {
+    "speculation": {"extra_args": {"speculation": False}},
+    "thinking": {"thinking_token_budget": 4},
+    "one token": {"max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("params", WITHOUT_DRAFTS.values(), ids=WITHOUT_DRAFTS)
 def test_requests_without_drafts(steps, params):
     steps.add("a", [7, 8], **params)
     assert steps.step({"a": [11]}) == [[0] * WIDTH]
@@ -386,6 +395,70 @@ def test_nobody_waits_where_the_scheduler_wants_no_drafts(steps):
     assert Event.waits == 0
     assert steps.step({"a": [14]}) == [[15, 0, 0, 0]]
     assert Event.waits == 1
+
+
+def test_nobody_waits_where_nobody_may_draft(steps):
+    for name, params in WITHOUT_DRAFTS.items():
+        steps.add(name, [7, 8], **params)
+    steps.step({name: [11] for name in WITHOUT_DRAFTS})
+    assert Event.waits == 0
+    steps.add("a", [7, 8])
+    steps.step({"speculation": [12], "a": [13]})
+    assert Event.waits == 1
+
+
+class Likely(NextNumbers):
+    """Drafts one token, whose probability changes from call to call."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        probability = [0.001, 0.5][self.num_calls % 3 == 0]
+        return [TokenTree.from_lists([5], [-1], [probability])] * len(requests)
+
+
+class Timed(NodeBudget):
+    """Learns that steps take as long as they were expected to, and drafting nothing."""
+
+    drafting_waits = True
+
+    def __init__(self, seconds_of_node: float) -> None:
+        super().__init__()
+        for num_tokens in (1, 2, 4, 8):
+            self.expect_step(num_tokens, 0.01 + seconds_of_node * num_tokens)
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        super().observe_step(num_tokens, self.cost(num_tokens))
+
+    def observe_drafting(self, seconds: float) -> None:
+        super().observe_drafting(0.0)
+
+
+def test_ranks_with_budgets_of_their_own_wait_after_the_same_steps(steps):
+    """Nodes are dear on rank 0 and cheap on the other; requests end and begin."""
+    ranks = [Steps(Likely()), Steps(Likely())]
+    for number, (rank, seconds_of_node) in enumerate(zip(ranks, (1.0, 1e-6), strict=True)):
+        group: Any = Rank(number)
+        trees = rank.adapter.trees
+        trees.budget = Timed(seconds_of_node)
+        trees.share_trees = partial(same_on_all_ranks, group=group, budget=trees.budget)
+    rng = random.Random(0)
+    total = left = 0
+    for _ in range(500):
+        begins = not left
+        if begins:
+            left = rng.randint(1, 9)
+            for rank in ranks:
+                rank.adapter.release(["a"])
+                rank.add("a", [7, 8], max_tokens=left)
+        left -= 1
+        waits = []
+        for rank in ranks:
+            before = Event.waits
+            rank.step({"a": [11]}, scheduled=0 if begins else WIDTH)
+            waits.append(Event.waits - before)
+        assert waits[0] == waits[1]
+        total += waits[0]
+    assert 20 < total < 400
 
 
 @pytest.mark.parametrize("invalid", [None, [False, False, True, False, False, False]])

@@ -90,7 +90,9 @@ def draft_request(
         chain_only: Whether all drafts are chains; those of structured outputs always are.
     """
     params = data.sampling_params
-    if params is None or not _may_draft(data, params, int(token_ids[-1]), num_output_tokens):
+    if params is None or not may_draft(data):
+        return None
+    if ends_with(params, int(token_ids[-1]), num_output_tokens):
         return None
     room = max_depth = max_model_len - len(token_ids) - 1
     if params.max_tokens is not None:
@@ -111,17 +113,16 @@ def draft_request(
     )
 
 
-def _may_draft(
-    data: RequestData, params: SamplingParams, last_token: int, num_output_tokens: int
-) -> bool:
-    """Return whether a request that has just got new tokens may have a draft."""
-    if data.prompt_token_ids is None:  # a prompt of embeddings
+def may_draft(data: RequestData) -> bool:
+    """Return whether a request may have a draft at some time."""
+    params = data.sampling_params
+    if params is None or data.prompt_token_ids is None:  # a prompt of embeddings
         return False
     if params.extra_args and not params.extra_args.get(SPECULATION, True):
         return False
     if params.thinking_token_budget is not None:
         return False  # vLLM counts thinking tokens along a chain
-    return not ends_with(params, last_token, num_output_tokens)
+    return params.max_tokens != 1
 
 
 def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> bool:

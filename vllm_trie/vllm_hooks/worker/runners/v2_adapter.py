@@ -132,6 +132,8 @@ class V2Adapter(Adapter):
         }
         num_tokens = cut.output.total_num_scheduled_tokens
         step = trees.begin_step(batch.req_ids, drafts, num_tokens, started)
+        # By what all ranks know: in pauses they take in tokens at different times.
+        step.is_pausing |= not any(text.may_draft for text in texts)
 
         # Place: positions of nodes follow their depth, once the KV slots follow from flat ones.
         slot_mappings = yield "positions", None

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_request, ends_with
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import (
+    draft_request,
+    ends_with,
+    may_draft,
+)
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -25,6 +29,7 @@ class RequestText:
         data: As the scheduler sent it.
         token_ids: int32 [capacity], the text so far and room for the rest of it.
         num_tokens: Length of the text.
+        may_draft: Whether it may have drafts.
         has_ended: Whether the text ends here. Scheduled ahead, the request may run once more.
         drafted: The draft tokens of the next step.
     """
@@ -32,6 +37,7 @@ class RequestText:
     data: NewRequestData
     token_ids: np.ndarray
     num_tokens: int
+    may_draft: bool
     has_ended: bool = False
     drafted: list[int] = field(default_factory=list)
 
@@ -40,7 +46,7 @@ class RequestText:
         text = data.prefill_token_ids or []
         token_ids = np.empty(max(max_model_len, len(text)), dtype=np.int32)
         token_ids[: len(text)] = text
-        return cls(data, token_ids, len(text))
+        return cls(data, token_ids, len(text), may_draft(data))
 
     @property
     def num_output_tokens(self) -> int:
