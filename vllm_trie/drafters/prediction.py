@@ -21,8 +21,10 @@ LONGEST_MATCH = 32
 """Tokens behind a place that are compared."""
 NEAR = 64
 """Tokens around the last place within which a shorter match is believed more."""
-NEAR_LEAD = 3
+NEAR_LEAD = 2.5
 """Tokens by which a match elsewhere must be longer than one there."""
+MOST_PLACES = 256
+"""Places that are compared, those around the last place: the work of a step is bounded."""
 _NOWHERE = -1
 _EDGES = (1, 2, 3, 4, 8, 16)
 """Match lengths from which a class of the acceptance rates begins; the first is below them."""
@@ -98,15 +100,16 @@ class _Prediction:
 
     def _find(self, output: np.ndarray) -> None:
         """Find the place again: the longest match of the output's end, of equals the nearest."""
-        places = np.flatnonzero(self.tokens == output[-1]) + 1
-        near = places[np.abs(places - self.place) <= NEAR]
-        best = _longest_match(self.tokens, near, output, self.place)
-        if len(near) < len(places):
-            other = _longest_match(self.tokens, places, output, self.place)
-            if other[1] >= best[1] + NEAR_LEAD or not best[1]:
-                best = other
-        if best[1]:
-            self.place, self.match = best
+        ends = np.flatnonzero(self.tokens == output[-1])
+        start = min(int(ends.searchsorted(self.place)), len(ends) - MOST_PLACES // 2)
+        places = ends[max(start - MOST_PLACES // 2, 0) :][:MOST_PLACES] + 1
+        if not len(places):
+            return
+        matches = _match_lengths(self.tokens, places, output)
+        distances = np.abs(places - self.place)
+        scores = matches + NEAR_LEAD * (distances <= NEAR)
+        best = np.lexsort((distances, -scores))[0]
+        self.place, self.match = int(places[best]), int(matches[best])
 
     def draft(self, length: int, least: float) -> list[float]:
         """Draft at most `length` tokens; return their probabilities, of the path to each, which are
@@ -236,26 +239,15 @@ def _kind(match: int) -> int:
     return sum(match >= edge for edge in _EDGES)
 
 
-def _longest_match(
-    tokens: np.ndarray, places: np.ndarray, output: np.ndarray, near: int
-) -> tuple[int, int]:
-    """Return the place before which most tokens match the output's end, and their number.
+def _match_lengths(tokens: np.ndarray, places: np.ndarray, output: np.ndarray) -> np.ndarray:
+    """Return how many tokens before each place match the output's end, at most `LONGEST_MATCH`.
 
     Args:
         tokens: int32, the prediction.
-        places: Behind each of them the output's last token occurs in `tokens`.
+        places: int64 [places], at least 1.
         output: int32.
-        near: Of places with equal matches, the one nearest to this.
     """
-    if not len(places):
-        return near, 0
-    longest = min(LONGEST_MATCH, len(output))
-    match = 1
-    while match < longest:
-        ends = places - 1 - match
-        longer = places[(ends >= 0) & (tokens[ends] == output[-1 - match])]
-        if not len(longer):
-            break
-        places = longer
-        match += 1
-    return int(places[np.abs(places - near).argmin()]), match
+    end = output[: -1 - LONGEST_MATCH : -1]
+    indices = places[:, None] - np.arange(1, len(end) + 1)
+    equal = (tokens.take(indices, mode="clip") == end) & (indices >= 0)
+    return np.where(equal.all(axis=1), len(end), equal.argmin(axis=1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -99,3 +101,24 @@ def test_the_step_is_short_however_the_prediction_repeats_itself():
     for text in ([5] * 60, [1, 2] * 30):
         steps, _, _ = decode(predictions, text, [5] * 50_000 + [1, 2] * 25_000, str(text[:2]))
         assert steps < 20
+
+
+def test_equal_places_cost_little_more_than_none():
+    """Compare two alternating tokens, with breaks, to a prediction whose tokens all differ."""
+    rng = np.random.default_rng(4)
+    alternating = (np.arange(131_072) + (rng.random(131_072) < 0.001).cumsum()) % 2
+    text = rng.integers(0, 2, 200)
+
+    def seconds(prediction: np.ndarray) -> float:
+        predictions = Predictions()
+        packed = prediction.astype(np.int32)
+        steps = []
+        for done in range(1, len(text)):
+            tokens = np.array([*PROMPT, *text[:done]], dtype=np.int32)
+            request = DraftRequest("a", tokens, len(PROMPT), NODES, NODES, prediction=packed)
+            start = time.thread_time()
+            predictions.extend([request], [TokenTree.empty()])
+            steps.append(time.thread_time() - start)
+        return float(np.quantile(steps, 0.9))
+
+    assert seconds(alternating) < 4.0 * seconds(rng.permutation(131_072))
