@@ -10,6 +10,7 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from tests.unit.hooks.test_v2_adapter import Steps
 from vllm_trie.vllm_hooks.worker.runners.v2 import RunnerV2Mixin
 
 
@@ -32,6 +33,14 @@ class Stock:
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         self.compute_logits(hidden_states)
+
+    execute_model_state = None
+
+    def execute_model(self, scheduled: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    def sample_tokens(self, grammar_output: Any) -> None:
+        assert self.execute_model_state is None  # so vLLM's own returns None
 
     def initialize_kv_cache(self, config: Any, is_profiling: bool, context: Any) -> None:
         if self.speculator.enable_adaptive_verification:
@@ -77,6 +86,21 @@ def test_graphs_of_one_length_where_a_backend_takes_no_others():
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[]))
     assert not runner.speculator.enable_adaptive_verification
     assert attached == ["cache"]
+
+
+def test_a_failed_step_has_no_tokens():
+    """vLLM then raises what `execute_model` has raised."""
+    runner: Any = Runner()
+    runner.speculator = Steps()
+    scheduled = SimpleNamespace(
+        scheduled_new_reqs=[],
+        num_scheduled_tokens={},
+        scheduled_spec_decode_tokens={},
+        total_num_scheduled_tokens=1,
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.execute_model(scheduled)
+    assert runner.sample_tokens(None) is None
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [("MAMBA2", True), ("MAMBA1", False)])

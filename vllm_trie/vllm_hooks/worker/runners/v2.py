@@ -293,6 +293,8 @@ class RunnerV2Mixin(_Runner):
 
     @_runner.overrides("attaches the worker's statistics to its output", until=STATS)
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        if self.execute_model_state is None:  # it has failed; None lets vLLM raise why
+            return super().sample_tokens(grammar_output)
         masks, fillers = self.adapter.go_on("masks", grammar_output)
         output = super().sample_tokens(masks)
         if output is not None:
