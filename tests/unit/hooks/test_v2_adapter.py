@@ -366,6 +366,16 @@ def test_a_pause_waits_at_its_end_only(steps, budget):
     assert (stats.steps, stats.tokens) == (2 * 8, 2 + 3 + 2 * 6)
 
 
+def test_steps_with_fillers_are_timed(steps, budget):
+    """CUDA graphs take one length, and drafts are filled up to it."""
+    steps.adapter._graph_lengths = {3}
+    steps.add("a", [7, 8])
+    steps.add("b", [7, 8])
+    steps.step({"a": [13], "b": [10]})
+    steps.step({"a": [14], "b": [15]}, scheduled=WIDTH)
+    assert budget.waited == [2, 2 + 2 * 3]
+
+
 def test_a_pause_takes_in_what_has_arrived(steps, budget):
     """Texts of requests that end or start again meanwhile are left as they are."""
     budget.pauses = True

@@ -152,6 +152,7 @@ class TreeVerifier:
         drafts: Mapping[str, Sequence[int]],
         num_tokens: int,
         started: float,
+        num_fillers: int = 0,
     ) -> TreeStep:
         """Begin a step: find the trees that the scheduled drafts stand for, and decide whether its
         batch is to get drafts.
@@ -161,11 +162,12 @@ class TreeVerifier:
             drafts: Draft tokens by request id, as the scheduler sends them.
             num_tokens: Scheduled tokens of all requests.
             started: When the step began, by ``time.perf_counter``.
+            num_fillers: Tokens that drafts are filled up with.
         """
         start = time.perf_counter()
         self._running.update(request_ids)
         num_requests = len(request_ids)
-        num_decode_tokens = num_requests + sum(map(len, drafts.values()))
+        num_decode_tokens = num_requests + sum(map(len, drafts.values())) + num_fillers
         step = self.step = TreeStep(
             request_ids=request_ids,
             trees=[TokenTree.empty()] * num_requests,

@@ -131,7 +131,8 @@ class V2Adapter(Adapter):
             if text.drafted and cut.verified.get(text.data.req_id)
         }
         num_tokens = cut.output.total_num_scheduled_tokens
-        step = trees.begin_step(batch.req_ids, drafts, num_tokens, started)
+        num_fillers = sum(cut.verified.values()) - sum(map(len, drafts.values()))
+        step = trees.begin_step(batch.req_ids, drafts, num_tokens, started, num_fillers)
         # By what all ranks know: in pauses they take in tokens at different times.
         step.is_pausing |= not any(text.may_draft for text in texts)
 
