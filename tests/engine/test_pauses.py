@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 from vllm import SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 
-from tests.engine.compare import differences, generate, plain_outputs, speculation
+from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.budget import NodeBudget
@@ -93,3 +94,27 @@ def test_sampling_parameters(engine, pauses, params):
     expected = plain_outputs(engine(), prompts(10), params)
     tree = engine(**speculation("test_oracle", 24, node_budget="adaptive"))
     assert differences(expected, generate(tree, prompts(10), params)) == []
+
+
+@pytest.mark.parametrize("verification", ["tree", "chain"])
+def test_thinking_budgets_beside_other_requests(engine, pauses, verification):
+    """Each ends the thinking of its own request alone, at every index of the batch."""
+    # The model writes many parentheses, so that most answers think several times.
+    strings = {"reasoning_start_str": "(", "reasoning_end_str": " None"}
+    thinking = {"reasoning_config": ReasoningConfig(**strings)}
+    brief = GREEDY.clone()
+    brief.thinking_token_budget = 3
+    plain = engine(**thinking)
+    shortened = generate(plain, prompts(6), brief, 1)
+    expected = plain_outputs(plain, prompts(6), GREEDY)
+    assert len(differences(expected, shortened)) > 3
+    llm = engine(
+        **speculation("test_oracle", 24, node_budget="adaptive", verification=verification),
+        **thinking,
+    )
+    before = accepted_tokens(llm)
+    for limited in range(0, 6, 2), range(1, 6, 2), range(5, 6):
+        params = [brief if index in limited else GREEDY for index in range(6)]
+        mixed = [(shortened if index in limited else expected)[index] for index in range(6)]
+        assert differences(mixed, generate(llm, prompts(6), params)) == []
+    assert accepted_tokens(llm) > before + 12

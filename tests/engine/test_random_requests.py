@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.engine.compare import accepted_tokens, preemptions, speculation
@@ -45,6 +46,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         speculation("medusa_dynamic", 24, node_budget="adaptive", model=HEADS),
     ),
 }
+THINKING = {"reasoning_start_str": "(", "reasoning_end_str": ":\n"}
+"""As the model writes much of it, one answer may begin to think several times."""
 STRUCTURED = (
     {"regex": r"(def|class) [a-z]{3,9}\([a-z, ]{0,12}\):"},
     {"choice": ["positive", "negative", "not at all sure about that"]},
@@ -95,11 +98,13 @@ def random_request(rng: random.Random, seeds: bool) -> Request:
     maybe(0.1, presence_penalty=0.5, frequency_penalty=rng.choice([-0.3, 0.4]))
     maybe(0.1, allowed_token_ids=list(range(100, 1200)))
     maybe(0.1, extra_args={"speculation": False})
+    maybe(0.3, thinking_token_budget=rng.randint(0, 12))
     if seeds:
         maybe(0.3, temperature=0.8, seed=rng.randrange(1000), top_p=0.9, n=rng.randint(1, 3))
     if rng.random() < 0.2 and not {"bad_words", "allowed_token_ids"} & options.keys():
         options["structured_outputs"] = StructuredOutputsParams(**rng.choice(STRUCTURED))
         options.pop("ignore_eos", None)
+        options.pop("thinking_token_budget", None)  # the token that it forces may break a grammar
     return Request(
         prompt={"prompt_token_ids": text[:length]},
         params=SamplingParams(**options, output_kind=RequestOutputKind.FINAL_ONLY),
@@ -141,6 +146,7 @@ def answer(choice: Any) -> Answer:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_requests(engine, name):
     options, trees = SETTINGS[name]
+    options = {**options, "reasoning_config": ReasoningConfig(**THINKING)}
     rng = random.Random(name)
     seeds = options.get("max_num_batched_tokens") == 16384
     requests = [random_request(rng, seeds) for _ in range(COUNT)]

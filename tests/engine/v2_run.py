@@ -22,6 +22,7 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -40,6 +41,7 @@ from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
 from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, NoOptions, OracleDrafter
 from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.prompts import prompts
+from tests.engine.test_random_requests import THINKING
 from tests.engine.test_random_requests import run as answers_of
 from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_faults import ENGINE, FAULTS, reasons
@@ -124,6 +126,7 @@ def engine(**options: Any) -> LLM:
         "max_num_batched_tokens": 48,
         "max_model_len": 160,
         "dtype": "float32",
+        "reasoning_config": ReasoningConfig(**THINKING),
         **options,
     }
     return LLM(

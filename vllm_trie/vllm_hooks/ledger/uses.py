@@ -34,6 +34,9 @@ _verified("v1.sample.rejection_sampler:RejectionSampler.parse_output", "relied o
     "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size")
 _verified("v1.sample.sampler:Sampler.forward", "called",
     "at each level of the walk", "logits sampling_metadata")
+_verified("v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.update_state", "relied on",
+    "changes nothing where it is called again in a step, at the next level of a walk",
+    "output_token_ids spec_token_ids")
 _v2("async_utils:AsyncOutput.__init__", "relied on",
     "the output that the scheduler gets is in its model_runner_output", "model_runner_output")
 _v2("async_utils:async_copy_to_np", "called",

@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinTokensLogitsProcessor,
 )
+from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 
 from vllm_trie.device_copy import to_device
 from vllm_trie.ngrams.native import ROW_TOKENS
@@ -30,9 +31,10 @@ from vllm_trie.vllm_hooks.ledger.record import Symbols
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 _DEVICE_ROWS = 512
 """Logits rows that are widened to float32 at a time on a GPU."""
@@ -157,9 +159,9 @@ def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
 
 
 def _metadata_of(metadata: SamplingMetadata, walking: set[int]) -> SamplingMetadata:
-    """Return the batch's sampling metadata with the generators of the requests that walk."""
+    """Return the sampling metadata of a level: generators of the requests that walk, no drafts."""
     generators = {i: g for i, g in metadata.generators.items() if i in walking}
-    return replace(metadata, generators=generators)
+    return replace(metadata, generators=generators, spec_token_ids=None)
 
 
 def _interleave(levels: list[LogprobsTensors | None]) -> LogprobsTensors | None:
@@ -232,3 +234,50 @@ def expand_batch_to_tokens(
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     expanded = x.repeat_interleave(counts, output_size=num_tokens)
     return expanded.masked_fill(expanded == replace_from, replace_to)
+
+
+_thinking = Symbols("v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.", platform="cpu")
+
+
+@_thinking.wraps(
+    "sync_batch",
+    "a request that moves to the place of one that has ended inherits its thinking budget",
+    until="vLLM's holder of thinking budgets forgets what it had at the end of a move",
+)
+def sync_batch(
+    original: Callable[..., None],
+    self: ThinkingBudgetStateHolder,
+    batch_update: BatchUpdate | None,
+) -> None:
+    """Let the holder of thinking budgets forget requests whose places others take."""
+    for _, index, direction in batch_update.moved if batch_update else ():
+        if direction == MoveDirectionality.UNIDIRECTIONAL:
+            self._state.pop(index, None)
+    original(self, batch_update)
+
+
+@_thinking.wraps(
+    "apply_to_logits",
+    "where no request has drafts, vLLM forces the token in the first row of the batch",
+    until="vLLM's holder of thinking budgets counts one row for each request in such steps",
+)
+def apply_to_logits(
+    original: Callable[..., torch.Tensor],
+    self: ThinkingBudgetStateHolder,
+    logits: torch.Tensor,
+    predict_bonus_token: bool,
+    spec_token_ids: list[list[int]] | None,
+) -> torch.Tensor:
+    """Let the holder find each request's row, and force its token in each step that is due.
+
+    Args:
+        spec_token_ids: None or empty where each request has one row: in steps without drafts, and
+            at each level of a walk.
+    """
+    self.in_spec_mode = any(spec_token_ids or ())
+    if predict_bonus_token or not self.in_spec_mode:  # the first call of a step
+        for state in self._state.values():
+            # It keeps the second call from forcing the bonus token; vLLM leaves it set until the
+            # next section of thinking, which would be a token too long.
+            state["bonus_token_forced"] = False
+    return original(self, logits, predict_bonus_token, spec_token_ids)
