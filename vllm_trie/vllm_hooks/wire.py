@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreReadyResponse
@@ -38,6 +38,25 @@ SPEC_KEY = "vllm_trie_beam"
 def extra_args_of(params: object) -> Mapping[str, Any]:
     """Return the extra arguments of a request's parameters, of any kind."""
     return getattr(params, "extra_args", None) or {}
+
+
+class _RequestData(Protocol):
+    @property
+    def sampling_params(self) -> SamplingParams | None: ...
+    @property
+    def prompt_token_ids(self) -> list[int] | None: ...
+
+
+def may_draft(request: _RequestData) -> bool:
+    """Return whether a request may have a draft at some time."""
+    params = request.sampling_params
+    if params is None or request.prompt_token_ids is None:  # a prompt of embeddings
+        return False
+    if not extra_args_of(params).get(SPECULATION, True):
+        return False
+    if params.thinking_token_budget is not None:
+        return False  # vLLM counts thinking tokens along a chain
+    return params.max_tokens != 1
 
 
 class BeamSpec(NamedTuple):

@@ -51,6 +51,7 @@ class Setting:
         )
         self.request = SimpleNamespace(
             request_id="a",
+            prompt_token_ids=[1],
             output_token_ids=[],
             use_structured_output=True,
             sampling_params=SamplingParams(max_tokens=100, **params),
@@ -131,10 +132,17 @@ def test_a_draft_has_no_more_tokens_than_the_limits_allow():
     assert len(setting.request.spec_token_ids) == 1
 
 
-@pytest.mark.parametrize("why", ["opted out", "prefill", "thinking", "time", "compiling"])
+@pytest.mark.parametrize(
+    "why", ["opted out", "budget", "embeddings", "prefill", "thinking", "time", "compiling"]
+)
 def test_other_requests_keep_their_drafts(why, monkeypatch):
-    opted_out = {"extra_args": {SPECULATION: False}} if why == "opted out" else {}
-    setting = Setting("xgrammar", **opted_out)
+    params: dict[str, dict[str, Any]] = {
+        "opted out": {"extra_args": {SPECULATION: False}},
+        "budget": {"thinking_token_budget": 4},
+    }
+    setting = Setting("xgrammar", **params.get(why, {}))
+    if why == "embeddings":
+        setting.request.prompt_token_ids = None
     setting.request.is_prefill_chunk = why == "prefill"
     if why == "thinking":
         setting.scheduler.structured_output_manager.reasoner_cls = object
@@ -147,13 +155,24 @@ def test_other_requests_keep_their_drafts(why, monkeypatch):
     assert setting.request.spec_token_ids == []
 
 
-def test_an_error_ends_the_extension_and_not_the_engine(monkeypatch):
+@pytest.mark.parametrize("method", ["fill_bitmask", "accept_tokens"])
+def test_an_error_ends_the_extension_and_not_the_engine(method, monkeypatch):
+    """Fail behind a draft and forced tokens; the matcher stands where it stood."""
     setting = Setting("xgrammar")
+    draft = setting.tokenizer.encode('{"', add_special_tokens=False)
+    original, calls = getattr(setting.grammar, method), 0
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("no mask")
+    def fail(*arguments: object) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > len(draft) + 1:
+            raise RuntimeError("no matcher")
+        return original(*arguments)
 
-    monkeypatch.setattr(setting.grammar, "fill_bitmask", fail)
+    monkeypatch.setattr(setting.grammar, method, fail)
+    setting.request.spec_token_ids = draft
     setting.forced.extend_drafts()
-    assert setting.request.spec_token_ids == []
+    assert setting.request.spec_token_ids == draft
     assert not setting.forced.is_on
+    monkeypatch.undo()
+    assert setting.grammar.validate_tokens(draft) == draft

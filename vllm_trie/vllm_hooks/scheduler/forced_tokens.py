@@ -20,7 +20,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from vllm_trie.vllm_hooks.wire import SPECULATION, extra_args_of, is_search
+from vllm_trie.vllm_hooks.wire import is_search, may_draft
 
 if TYPE_CHECKING:
     import torch
@@ -118,10 +118,10 @@ class ForcedTokens:
 
     def _grammar_of(self, request: Request) -> StructuredOutputGrammar | None:
         """Return the matcher of a request whose next token it decides, None for others."""
-        params, structured = request.sampling_params, request.structured_output_request
-        if params is None or structured is None or is_search(params):
+        structured = request.structured_output_request
+        if structured is None or is_search(request.sampling_params) or request.is_prefill_chunk:
             return None
-        if not extra_args_of(params).get(SPECULATION, True) or request.is_prefill_chunk:
+        if not may_draft(request):
             return None
         manager = self._manager
         is_thinking = manager.reasoner_cls is not None and not structured.reasoning_ended
@@ -152,21 +152,28 @@ class ForcedTokens:
             assert self._manager.backend is not None
             mask = self._mask = self._manager.backend.allocate_token_bitmask(1)
         words = mask.numpy()[0]
-        if draft and not grammar.accept_tokens("", draft):
-            return draft
-        extended, choices = list(draft), 0
-        while len(extended) < most and time.perf_counter() < deadline:
-            if grammar.is_terminated():
-                break
-            grammar.fill_bitmask(mask, 0)
-            forced, token = self._only(words), taken.after(extended, words)
-            choices += forced is None
-            token = forced if token is None else token
-            if token is None or choices > _MOST_CHOICES or not grammar.accept_tokens("", [token]):
-                break
-            extended.append(token)
-        if extended:
-            grammar.rollback(len(extended))
+        extended: list[int] = []  # what the matcher has taken
+        try:
+            for token in draft:
+                if grammar.is_terminated() or not grammar.accept_tokens("", [token]):
+                    return draft
+                extended.append(token)
+            choices = 0
+            while len(extended) < most and time.perf_counter() < deadline:
+                if grammar.is_terminated():
+                    break
+                grammar.fill_bitmask(mask, 0)
+                forced, next_token = self._only(words), taken.after(extended, words)
+                choices += forced is None
+                next_token = forced if next_token is None else next_token
+                if next_token is None or choices > _MOST_CHOICES:
+                    break
+                if not grammar.accept_tokens("", [next_token]):
+                    break
+                extended.append(next_token)
+        finally:
+            if extended:
+                grammar.rollback(len(extended))
         return extended
 
     def _only(self, words: np.ndarray) -> int | None:

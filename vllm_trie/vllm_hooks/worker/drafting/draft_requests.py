@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vllm_trie.drafters import DraftRequest
-from vllm_trie.vllm_hooks.wire import CACHE_SALT, PREDICTION, SPECULATION
+from vllm_trie.vllm_hooks.wire import CACHE_SALT, PREDICTION, may_draft
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -111,18 +111,6 @@ def draft_request(
         prediction=_prediction(params.extra_args or {}),
         is_sampled=params.temperature > 0.0,
     )
-
-
-def may_draft(data: RequestData) -> bool:
-    """Return whether a request may have a draft at some time."""
-    params = data.sampling_params
-    if params is None or data.prompt_token_ids is None:  # a prompt of embeddings
-        return False
-    if params.extra_args and not params.extra_args.get(SPECULATION, True):
-        return False
-    if params.thinking_token_budget is not None:
-        return False  # vLLM counts thinking tokens along a chain
-    return params.max_tokens != 1
 
 
 def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> bool:

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_trie.vllm_hooks.worker.drafting.draft_requests import (
-    draft_request,
-    ends_with,
-    may_draft,
-)
+from vllm_trie.vllm_hooks.wire import may_draft
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_request, ends_with
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
