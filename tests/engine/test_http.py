@@ -48,6 +48,7 @@ SOURCE = """def count_words(lines):
             counts[word] = counts.get(word, 0) + 1
     return counts
 """
+STOP_TOKENS = AutoTokenizer.from_pretrained(model_path()).encode(" =")
 CHATS = [
     [{"role": "user", "content": f"{SOURCE}\nrepeat the code"}],
     [{"role": "user", "content": f"{SOURCE}\nwhat does this code do?"}],
@@ -64,6 +65,7 @@ class Answers:
     nodes_of_opted_out: float = 0.0
     traced: dict[str, tuple[str, str]] = field(default_factory=dict)
     predicted: list[Any] = field(default_factory=list)
+    stopped: list[Any] = field(default_factory=list)
     bad_predictions: list[tuple[int, str]] = field(default_factory=list)
     beams: dict[str, httpx.Response] = field(default_factory=dict)
     log: str = ""
@@ -199,7 +201,27 @@ def ask_with_predictions(client: openai.OpenAI) -> tuple[list[str], list[Any]]:
     completion = complete(client, prompt, **predicted)
     chunks = list(complete(client, prompt, **predicted, **with_usage))
     replies += [completion.choices[0].text, joined(chunks, lambda c: c.text)[0]]
-    return replies, [*usages, completion.usage, chunks[-1].usage]
+    usages += [completion.usage, chunks[-1].usage]
+    chunks = list(
+        complete(client, [prompt] * 3, n=2, temperature=0.2, seed=3, **predicted, **with_usage)
+    )
+    texts_of = [""] * 6
+    for choice in itertools.chain.from_iterable(chunk.choices for chunk in chunks):
+        texts_of[choice.index] += choice.text
+    return [*replies, *texts_of], [*usages, chunks[-1].usage]
+
+
+def ask_with_stops(client: openai.OpenAI) -> tuple[list[str], list[Any]]:
+    """Return the replies to requests whose predictions go on behind a stop, and their usages."""
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    source: Any = {"type": "content", "content": SOURCE}
+    replies, usages = [], []
+    for stop in ({"stop": ["line in"]}, {"extra_body": {"stop_token_ids": STOP_TOKENS}}):
+        whole = chat(client, CHATS[0], prediction=source, **stop)
+        chunks = list(chat(client, CHATS[0], prediction=source, **stop, **with_usage))
+        replies += [whole.choices[0].message.content, joined(chunks, lambda c: c.delta.content)[0]]
+        usages += [whole.usage, chunks[-1].usage]
+    return replies, usages
 
 
 BAD_PREDICTIONS = (
@@ -240,6 +262,7 @@ def interview(server: Server) -> Answers:
     answers.replies["opted out"] = ends(quiet)
     answers.metrics = server.metrics()
     answers.nodes_of_opted_out = answers.metrics.get("vllm:trie_draft_nodes_total", 0.0) - before
+    answers.replies["stopped"], answers.stopped = ask_with_stops(client)
     answers.traced = ask_for_traces(client)
     deadline = time.monotonic() + 20 * ("vllm:trie_steps_total" in answers.metrics)
     while "tokens per step" not in server.log_text() and time.monotonic() < deadline:
@@ -357,15 +380,21 @@ def test_predictions_are_counted(answers):
     details = [usage.completion_tokens_details for usage in answers[TRACED].predicted]
     accepted = [counts.accepted_prediction_tokens for counts in details]
     rejected = [counts.rejected_prediction_tokens for counts in details]
-    whole, parts, other, several, streamed, completion, streamed_completion = accepted
+    whole, parts, other, several, streamed, completion, *streamed_completions = accepted
     # The budget leaves some drafts out, by the time that they take.
     assert min(whole, parts, streamed, several) > 20
     assert other < 5
-    assert min(completion, streamed_completion) > 20
-    assert max(rejected[-2:]) < 5
+    assert min(completion, *streamed_completions) > 20
+    assert max(rejected[-3:-1]) < 5
     metrics = answers[TRACED].metrics
     assert metrics["vllm:trie_accepted_prediction_tokens_total"] == sum(accepted)
     assert metrics["vllm:trie_rejected_prediction_tokens_total"] == sum(rejected)
+
+
+def test_predictions_are_counted_where_answers_stop(answers):
+    for usage in answers[TRACED].stopped:
+        accepted = usage.completion_tokens_details.accepted_prediction_tokens
+        assert accepted <= usage.completion_tokens
 
 
 def test_a_plain_server_takes_predictions_and_says_that_they_do_nothing(answers):

@@ -29,12 +29,12 @@ Add = Callable[[Any, Sequence["CompletionOutput"]], None]
 
 
 async def remembered(
-    results: AsyncIterator[Any], last: dict[int, CompletionOutput]
+    results: AsyncIterator[Any], last: dict[tuple[int, int], CompletionOutput]
 ) -> AsyncIterator[Any]:
-    """Pass results on, and keep the last output of each choice."""
+    """Pass results on, and keep the last output of each choice, by prompt and index."""
     async for result in results:  # of completions with the index of their prompt
-        index, output = result if isinstance(result, tuple) else (0, result)
-        last.update({index * len(output.outputs) + out.index: out for out in output.outputs})
+        prompt, output = result if isinstance(result, tuple) else (0, result)
+        last.update({(prompt, out.index): out for out in output.outputs})
         yield result
 
 
@@ -91,7 +91,7 @@ def _complete_answers(openai: Symbols, why: str, add: Add) -> None:
         *args: object,
         **kwargs: object,
     ) -> Any:
-        last: dict[int, CompletionOutput] = {}
+        last: dict[tuple[int, int], CompletionOutput] = {}
         results = remembered(result_generator, last)
         response = await original(self, request, results, *args, **kwargs)
         add(response, list(last.values()))

@@ -1,7 +1,7 @@
 """Predicted outputs: the field ``prediction`` of chats, and the extra argument of that name.
 
 The text is tokenized here, once, and travels as the bytes of int32 ids. The counts of accepted and
-rejected tokens come back with a request's last output.
+rejected tokens come back with a request's outputs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from vllm_trie.vllm_hooks.wire import PREDICTION, extra_args_of, is_search
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.tokenizers import TokenizerLike
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 logger = init_logger(__name__)
 
@@ -157,6 +158,22 @@ for _name in (
 
 
 @_predicted.wraps(
+    "v1.engine.output_processor:OutputProcessor.add_request",
+    "requests with predictions have counts before any token is drafted",
+)
+def add_request(
+    original: Callable[..., None],
+    self: OutputProcessor,
+    request: EngineCoreRequest,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    original(self, request, *args, **kwargs)
+    if PREDICTION in extra_args_of(request.sampling_params):
+        vars(self.request_states[request.request_id]).setdefault("prediction_counts", (0, 0))
+
+
+@_predicted.wraps(
     "v1.engine.output_processor:RequestState.make_request_output",
     "takes the counts of a prediction out of the field they travel in",
 )
@@ -187,9 +204,24 @@ def new_completion_output(
     original: Callable[..., CompletionOutput], self: RequestState, *args: Any, **kwargs: Any
 ) -> CompletionOutput:
     output = original(self, *args, **kwargs)
-    for name, count in zip(COUNTS, getattr(self, "prediction_counts", ()), strict=False):
-        setattr(output, name, count)
+    if (counts := getattr(self, "prediction_counts", None)) is not None:
+        accepted, rejected = counts
+        # Tokens behind a stop are cut off, and accepted tokens may be among them.
+        num_cut = max(accepted - self.detokenizer.num_output_tokens(), 0)
+        vars(output).update(zip(COUNTS, (accepted - num_cut, rejected + num_cut), strict=True))
     return output
+
+
+@_predicted.wraps("outputs:RequestOutput.add", "keeps the counts of outputs that become one")
+def merge_outputs(
+    original: Callable[..., None], self: RequestOutput, next_output: RequestOutput, aggregate: bool
+) -> None:
+    """Keep the later counts where a stream's reader is slower than the engine."""
+    original(self, next_output, aggregate)
+    newer = {output.index: vars(output) for output in next_output.outputs}
+    for output in self.outputs:
+        values = newer.get(output.index, {})
+        vars(output).update({name: values[name] for name in COUNTS if name in values})
 
 
 async def _stream_with_counts(
@@ -200,7 +232,7 @@ async def _stream_with_counts(
         async for chunk in original(self, request, *args, **kwargs):
             yield chunk
         return
-    last: dict[int, CompletionOutput] = {}
+    last: dict[tuple[int, int], CompletionOutput] = {}
     arguments = [remembered(arg, last) if hasattr(arg, "__aiter__") else arg for arg in args]
     async for chunk in original(self, request, *arguments, **kwargs):
         counts = counts_of(last.values())

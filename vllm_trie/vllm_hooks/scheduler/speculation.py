@@ -11,6 +11,7 @@ A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,12 +30,12 @@ from vllm_trie.vllm_hooks.wire import (
     PREDICTION,
     STATS_ATTRIBUTE,
     TreeStats,
-    extra_args_of,
 )
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -82,15 +83,20 @@ def add_request(original: Callable[..., Result], self: Scheduler, request: Reque
 
 @_scheduler.wraps("update_from_output", "takes the worker's statistics from its output")
 def update_from_output(
-    original: Callable[..., Result],
+    original: Callable[..., dict[int, EngineCoreOutputs]],
     self: Scheduler,
     scheduler_output: SchedulerOutput,
     model_runner_output: ModelRunnerOutput,
-) -> Result:
-    """Keep the workers' statistics until the scheduler makes its own; count no fillers."""
+) -> dict[int, EngineCoreOutputs]:
+    """Keep the workers' statistics until the scheduler makes its own; count no fillers.
+
+    Outputs of requests with a prediction get its counts, not only the last ones: where the front
+    end finds a stop string, no other output comes.
+    """
+    predicted = {}
     report: TreeStats | None = getattr(model_runner_output, STATS_ATTRIBUTE, None)
     if report is not None:
-        _keep_predictions(self, report)
+        predicted = _keep_predictions(self, report)
         pending = getattr(self, STATS_ATTRIBUTE, None)
         if pending is None:
             setattr(self, STATS_ATTRIBUTE, report)
@@ -104,30 +110,26 @@ def update_from_output(
             request_id: max(count, invalid.get(request_id, 0))
             for request_id, count in fillers.items()
         }
-    return original(self, scheduler_output, model_runner_output)
+    results = original(self, scheduler_output, model_runner_output)
+    if predicted:
+        for output in itertools.chain.from_iterable(result.outputs for result in results.values()):
+            if output.request_id in predicted:
+                counts = {PREDICTION: predicted[output.request_id]}
+                output.kv_transfer_params = (output.kv_transfer_params or {}) | counts
+    return results
 
 
-def _keep_predictions(scheduler: Scheduler, report: TreeStats) -> None:
-    """Move the counts of predictions from a report to their requests."""
+def _keep_predictions(scheduler: Scheduler, report: TreeStats) -> dict[str, tuple[int, int]]:
+    """Move the counts of predictions from a report to their requests, and return the sums."""
+    sums = {}
     for request_id, counts in report.predictions.items():
         request = scheduler.requests.get(request_id)
         if request is not None:
             before = getattr(request, _PREDICTED, (0, 0))
-            setattr(request, _PREDICTED, (before[0] + counts[0], before[1] + counts[1]))
+            sums[request_id] = before[0] + counts[0], before[1] + counts[1]
+            setattr(request, _PREDICTED, sums[request_id])
     report.predictions.clear()
-
-
-@_scheduler.wraps(
-    "_free_request", "sends the counts of a request's prediction with its last output"
-)
-def free_request(
-    original: Callable[..., Any], self: Scheduler, request: Request, *args: object, **kwargs: object
-) -> Any:
-    transfers = original(self, request, *args, **kwargs)
-    if PREDICTION not in extra_args_of(request.sampling_params):
-        return transfers
-    of_kv, *others = transfers
-    return ({**(of_kv or {}), PREDICTION: getattr(request, _PREDICTED, (0, 0))}, *others)
+    return sums
 
 
 @_scheduler.wraps("make_stats", "adds them to the statistics that vLLM sends to the front end")

@@ -1,0 +1,117 @@
+"""The counts of a prediction are there whatever ends the answer, and never exceed it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from tests.engine.prompts import tokenizer
+from vllm_trie.vllm_hooks.frontend import answers
+from vllm_trie.vllm_hooks.frontend.answers import COUNTS
+from vllm_trie.vllm_hooks.ledger.installation import Installation
+from vllm_trie.vllm_hooks.ledger.table import patches_here
+from vllm_trie.vllm_hooks.wire import PREDICTION
+
+TOKENS = tokenizer().encode("def count_words(lines):")
+
+
+@pytest.fixture(autouse=True)
+def _patched():
+    installation = Installation()
+    if not hasattr(OutputProcessor.add_request, "__wrapped__"):  # by the plugin itself
+        for patch in patches_here("speculation"):
+            if patch.target.startswith(("vllm.v1.engine.output_processor", "vllm.outputs")):
+                installation.apply(patch)
+    yield
+    installation.undo()
+
+
+class Request:
+    """A request in the front end; a list or a collector takes its outputs."""
+
+    def __init__(self, queue: Any = None, predicts: bool = True, **options: Any) -> None:
+        extra_args = {PREDICTION: b""} if predicts else {}
+        params = SamplingParams(extra_args=extra_args, **options)
+        request = EngineCoreRequest(
+            "a", [5], None, params, None, arrival_time=0.0, lora_request=None, cache_salt=None,
+            data_parallel_rank=None,
+        )  # fmt: skip
+        request.external_req_id = "A"
+        self._processor = OutputProcessor(tokenizer(), log_stats=False)
+        self._processor.add_request(request, "text", None, 0, queue)
+
+    def step(
+        self, tokens: list[int], counts: tuple[int, int] | None, ends: bool = False
+    ) -> list[Any]:
+        """Process the output of a step, with the sums of the counts if the step has any."""
+        output = EngineCoreOutput(
+            "a", [*tokens], finish_reason=FinishReason.LENGTH if ends else None
+        )
+        if counts is not None:
+            output.kv_transfer_params = {PREDICTION: counts}
+        return self._processor.process_outputs([output]).request_outputs
+
+
+def counts_of(result: Any) -> tuple[int, int]:
+    [output] = result.outputs
+    return tuple(getattr(output, name) for name in COUNTS)  # type: ignore[return-value]
+
+
+def test_an_answer_without_drafts():
+    [result] = Request().step(TOKENS, None, ends=True)
+    assert counts_of(result) == (0, 0)
+    [result] = Request(predicts=False).step(TOKENS, None, ends=True)
+    assert not hasattr(result.outputs[0], COUNTS[0])
+
+
+def test_an_answer_with_drafts():
+    request = Request(output_kind=RequestOutputKind.FINAL_ONLY)
+    assert not request.step(TOKENS[:1], None)
+    assert not request.step(TOKENS[1:4], (2, 6))
+    [result] = request.step(TOKENS[4:], None, ends=True)
+    assert counts_of(result) == (2, 6)
+    assert result.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_stop_string_cuts_accepted_tokens_off(kind):
+    request = Request(output_kind=kind, stop=[tokenizer().decode(TOKENS[1:3])])
+    [result] = request.step(TOKENS, (len(TOKENS) - 1, 2))
+    output = result.outputs[0]
+    assert (output.finish_reason, len(output.token_ids)) == ("stop", 3)
+    assert counts_of(result) == (3, 2 + len(TOKENS) - 1 - 3)
+
+
+def test_outputs_that_nobody_takes_in_the_meantime():
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "A")
+    request = Request(collector, output_kind=RequestOutputKind.DELTA)
+    for tokens, counts in ((TOKENS[:1], None), (TOKENS[1:3], (1, 3)), (TOKENS[3:], (2, 5))):
+        request.step(tokens, counts, ends=tokens[-1] == TOKENS[-1])
+    result = collector.get_nowait()
+    assert list(result.outputs[0].token_ids) == TOKENS
+    assert counts_of(result) == (2, 5)
+
+
+def test_streams_of_several_prompts():
+    """The last output of each is counted, whichever prompt and choice it is of."""
+
+    async def stream() -> AsyncIterator[tuple[int, Any]]:
+        for prompt, index, count in itertools.product(range(3), range(2), (1, 5)):
+            output = SimpleNamespace(index=index, **dict.fromkeys(COUNTS, count))
+            yield prompt, SimpleNamespace(outputs=[output])
+
+    async def read(last: dict[tuple[int, int], Any]) -> int:
+        return len([result async for result in answers.remembered(stream(), last)])
+
+    last: dict[tuple[int, int], Any] = {}
+    assert asyncio.run(read(last)) == 12
+    assert answers.counts_of(last.values()) == dict.fromkeys(COUNTS, 30)
