@@ -32,9 +32,9 @@ class CountedLookahead(LookaheadDrafter):
         """Return the tree to verify, given the method's own."""
         return merged
 
-    def release(self, request_id: str) -> None:
-        super().release(request_id)
-        self.verification_nodes.pop(request_id, None)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        super().released(request, output)
+        self.verification_nodes.pop(request.request_id, None)
 
 
 class IndependentLookahead(CountedLookahead):

@@ -54,14 +54,17 @@ class OwnDrafter:
         self._chain_only = chain_only
 
     def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
-        request = DraftRequest(
-            request_id, tokens, num_prompt_tokens, self._num_nodes, 1 << 20, self._chain_only
-        )
-        [tree] = self.drafter.propose([request])
+        [tree] = self.drafter.propose([self._request(request_id, tokens, num_prompt_tokens)])
         return tree
 
     def finish(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> None:
-        self.drafter.release(request_id)
+        request = self._request(request_id, tokens, num_prompt_tokens)
+        self.drafter.released(request, tokens[num_prompt_tokens:])
+
+    def _request(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> DraftRequest:
+        return DraftRequest(
+            request_id, tokens, num_prompt_tokens, self._num_nodes, 1 << 20, self._chain_only
+        )
 
 
 class PromptLookup:

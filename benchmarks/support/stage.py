@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from support.engines import Prompts, after_each_step, decode
 from vllm_trie.budget import NodeBudget
 from vllm_trie.drafters import DraftRequest
@@ -53,9 +55,9 @@ class Turns:
         self.predicted += float(sum(probabilities.sum() for probabilities in estimates))
         return trees
 
-    def release(self, request_id: str) -> None:
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
         if self.drafter is not None:
-            self.drafter.release(request_id)
+            self.drafter.released(request, output)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
@@ -104,8 +105,8 @@ class PaperDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return [self._draft(request) for request in requests]
 
-    def release(self, request_id: str) -> None:
-        self._tries.pop(request_id, None)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self._tries.pop(request.request_id, None)
 
     def _draft(self, request: DraftRequest) -> TokenTree:
         size, prefix_len = self.options.ngram_size, self.options.max_prefix_len

@@ -115,10 +115,10 @@ class FaultyDrafter(OracleDrafter):
                 return TokenTree(np.array([1.5]), np.array([-1]))
         return tree
 
-    def release(self, request_id: str) -> None:
-        number = request_id.partition("-")[0]  # vLLM appends something random
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        number = request.request_id.partition("-")[0]  # vLLM appends something random
         if number.endswith(("0", "3", "6")):
-            raise KeyError(request_id)
+            raise KeyError(request.request_id)
 
 
 class SlowDrafter(TokenSeededDrafter):

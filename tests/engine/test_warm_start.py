@@ -43,12 +43,7 @@ def test_a_restart_is_warm_and_gives_the_same_tokens(tmp_path, caplog, monkeypat
     assert "cold start" in said
     [path] = folder.glob("*.store")
     texts = read_store(path).texts
-    assert len(texts) == len(PROMPTS)
-    # Up to the last draft.
-    assert all(len(text.token_ids) >= 20 for text in texts)
-    answers = sorted(tuple(answer) for answer in tokens)
-    stored = sorted(tuple(text.token_ids.tolist()) for text in texts)
-    assert all(a[: len(s)] == s for a, s in zip(answers, stored, strict=True))
+    assert sorted(text.token_ids.tolist() for text in texts) == sorted(map(list, tokens))
     again, warm, said = run(folder, caplog)
     assert "warm start from" in said
     assert again == tokens

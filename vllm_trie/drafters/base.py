@@ -195,8 +195,16 @@ class Drafter(ABC):
         """
         return [TokenTree.empty()] * len(requests)
 
-    def release(self, request_id: str) -> None:  # noqa: B027 - optional, not abstract
-        """Forget a request that has ended; ignore unknown ids."""
+    def released(  # noqa: B027 - optional, not abstract
+        self, request: DraftRequest, output: np.ndarray
+    ) -> None:
+        """Forget a request that has ended; it may be one that was never drafted for.
+
+        Args:
+            request: With its whole text, and room for no node.
+            output: int32, the whole output up to the token that ended it, a view that is valid
+                during the call only. Empty if the request ended while the drafter was suspended.
+        """
 
     @property
     def part_names(self) -> Sequence[str]:

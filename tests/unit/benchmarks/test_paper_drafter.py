@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.paper_drafter import PaperDrafter
 
-from tests.unit.drafters.support import VOCAB, by_path, make_drafter, make_request
+from tests.unit.drafters.support import VOCAB, by_path, end, make_drafter, make_request
 from vllm_trie.tree import TokenTree
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -89,8 +89,8 @@ def test_a_request_that_comes_back_changed_is_indexed_again():
     drafter.propose([make_request([1, 2, 3, 1])])
     [tree] = drafter.propose([make_request([1, 5, 6, 1])])
     assert tree.token_ids.tolist()[:2] == [5, 6]
-    drafter.release("a")
-    drafter.release("a")
+    end(drafter, "a")
+    end(drafter, "a")
 
 
 def test_a_window_holds_a_match_and_a_draft():

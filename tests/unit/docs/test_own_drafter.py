@@ -68,6 +68,7 @@ def test_every_field_of_a_request_is_explained():
     for name in DraftRequest.__dataclass_fields__:
         if name != "request_id":
             assert f"`{name}`" in PAGE.text, name
-    for name in ("load_model", "release", "needs_hidden_states", "needs_node_argmax", "needs_rows"):
+    members = "load_model released needs_hidden_states needs_node_argmax needs_rows"
+    for name in members.split():
         assert hasattr(Drafter, name)
         assert name in PAGE.text

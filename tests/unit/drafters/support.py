@@ -49,6 +49,13 @@ def make_request(
     )
 
 
+def end(drafter: Drafter, request: DraftRequest | str) -> None:
+    """End a request as the engine does; one that is named has no output."""
+    if isinstance(request, str):
+        request = make_request([1], request)
+    drafter.released(request, request.token_ids[request.num_prompt_tokens :])
+
+
 def by_path(tree: TokenTree) -> dict[tuple[int, ...], float]:
     """The probability of each node, by the tokens that lead to it."""
     probabilities = [] if tree.probabilities is None else tree.probabilities.tolist()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.index import NgramIndex
-from tests.unit.drafters.support import make_context, make_request
+from tests.unit.drafters.support import end, make_context, make_request
 from vllm_trie.checked_file import PREFIX
 from vllm_trie.drafters import parse_options
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
@@ -84,7 +84,7 @@ def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
     def draft() -> list[int]:
         for _ in range(2):
             [tree] = drafter.propose([make_request([30, 3, 4])])
-            drafter.release("a")
+            end(drafter, "a")
             file = drafter._newest_corpus.__self__
             if file._thread is not None:
                 file._thread.join()

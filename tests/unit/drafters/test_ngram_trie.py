@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.support import VOCAB, by_path, make_drafter, make_request
+from tests.unit.drafters.support import VOCAB, by_path, end, make_drafter, make_request
 from vllm_trie.ngrams import MAX_ORDER
 from vllm_trie.tree import TokenTree, depth_first_layout
 
@@ -71,8 +71,8 @@ def test_a_request_that_comes_back_changed_is_indexed_anew(before, after, releas
     drafter = make_drafter()
     drafter.propose([make_request(before)])
     if released:
-        drafter.release("a")
-        drafter.release("a")
+        end(drafter, "a")
+        end(drafter, "a")
     request = make_request(after)
     [tree] = drafter.propose([request])
     [fresh] = make_drafter().propose([request])
@@ -101,22 +101,22 @@ def test_odd_texts(text, num_prompt_tokens):
     for _ in range(2):
         [tree] = drafter.propose([request])
         tree.validate(VOCAB, 32)
-        drafter.release("a")
+        end(drafter, request)
     if len(text) == 50:
         assert tree.token_ids[0] == VOCAB - 1
 
 
 _PRINT_TREES = """
 import numpy as np
-from tests.unit.drafters.support import make_drafter, make_request
+from tests.unit.drafters.support import end, make_drafter, make_request
 drafter = make_drafter()
 random = np.random.default_rng(3)
 for i in range(4):
     text = random.integers(0, 9, 200).astype(np.int32)
-    for end in (50, 60, 200):
-        [tree] = drafter.propose([make_request(text[:end], str(i), 40, cache_salt="s")])
+    for size in (50, 60, 200):
+        [tree] = drafter.propose([make_request(text[:size], str(i), 40, cache_salt="s")])
         print(tree.token_ids.tolist(), tree.parents.tolist(), tree.probabilities.tolist())
-    drafter.release(str(i))
+    end(drafter, make_request(text, str(i), 40, cache_salt="s"))
 """
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.recycled import RecycledTable, rows_of
-from tests.unit.drafters.support import by_path, make_drafter, make_request
+from tests.unit.drafters.support import by_path, end, make_drafter, make_request
 from vllm_trie.drafters import LogitsRows
 from vllm_trie.drafters.ngram_trie import recycling
 from vllm_trie.drafters.ngram_trie.drafter import BLEND, SAMPLED
@@ -40,7 +40,7 @@ def drafted_after(text: list[int], salt: str | None, recycle: bool = True) -> se
     drafter = make_drafter(recycle=recycle)
     step = stepped([1, 2, 10], [], [10, 110, 50, 60, 70], request_id="first", cache_salt="a")
     drafter.propose([step])
-    drafter.release("first")
+    end(drafter, "first")
     [tree] = drafter.propose([make_request(text, "second", cache_salt=salt)])
     return {path[0] for path in by_path(tree) if len(path) == 1}
 
@@ -58,10 +58,10 @@ def test_what_was_likely_in_answers_to_the_prompt_comes_first():
         first = [likely, 110, 50, 60, 70]
         request = stepped([prompt, 1, 2, 10], [], first, request_id="x", num_prompt_tokens=1)
         drafter.propose([request])
-        drafter.release("x")
+        end(drafter, "x")
     for prompt, likely in ((300, 80), (400, 90), (500, 90)):
         [tree] = drafter.propose([make_request([prompt, 7, 1, 2], "y", num_prompt_tokens=1)])
-        drafter.release("y")
+        end(drafter, "y")
         best = max((p, path) for path, p in by_path(tree).items() if len(path) == 1)
         assert best[1] == (likely,)
 

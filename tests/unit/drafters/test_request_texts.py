@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
-from tests.unit.drafters.support import make_context
+from tests.unit.drafters.support import end, make_context
 from vllm_trie.drafters import DraftRequest, request_texts
 from vllm_trie.drafters.ngram_trie.drafter import BLEND, NgramTrieDrafter
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
@@ -52,7 +52,7 @@ def test_twins_agree_on_samples_that_come_and_go(prompt, events, is_sample, max_
             if token == 4 and number in outputs:
                 del outputs[number]
                 for drafter in drafters:
-                    drafter.release(f"{number}")
+                    end(drafter, f"{number}")
                 continue
             outputs.setdefault(number, []).append(token)
             requests = [
@@ -67,7 +67,7 @@ def test_twins_agree_on_samples_that_come_and_go(prompt, events, is_sample, max_
                 assert drafter._texts.num_tokens <= count * len(prompt) + longest
     for drafter in drafters:
         for number in outputs:
-            drafter.release(f"{number}")
+            end(drafter, f"{number}")
         assert drafter._texts.num_tokens == 0
         assert not drafter._texts._prompts
 

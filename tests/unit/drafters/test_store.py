@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
-from tests.unit.drafters.support import make_drafter, make_request
+from tests.unit.drafters.support import end, make_drafter, make_request
 from vllm_trie.drafters.ngram_trie.drafter import BLEND
 from vllm_trie.drafters.ngram_trie.store import RequestStore, prompt_print
 
@@ -20,7 +20,7 @@ def answered(store_tokens: int = 1000, salt: str | None = None) -> object:
     for name in ("first", "second"):
         request = make_request(QUESTION + ANSWER, name, num_prompt_tokens=3, cache_salt=salt)
         drafter.propose([request])
-        drafter.release(name)
+        end(drafter, request)
     return drafter
 
 
@@ -37,8 +37,7 @@ def test_finished_outputs_are_drafted_from():
 def test_an_answer_that_repeats_at_length_is_expected_to_go_on():
     drafter = make_drafter(store_tokens=1000)
     answer = list(range(10, 50))
-    drafter.propose([make_request(QUESTION + answer, "first", num_prompt_tokens=3)])
-    drafter.release("first")
+    end(drafter, make_request(QUESTION + answer, "first", num_prompt_tokens=3))
 
     def last_probability(num_repeated: int) -> float:
         text = [5, *answer[:num_repeated]]
@@ -48,6 +47,18 @@ def test_an_answer_that_repeats_at_length_is_expected_to_go_on():
         return float(chain.probabilities[7])
 
     assert last_probability(8) > 0.5 > last_probability(4)
+
+
+def test_the_whole_output_is_stored_whatever_was_drafted_before():
+    drafter = make_drafter(store_tokens=1000)
+    for num_seen in (0, 2):  # before the first draft, and while drafting paused
+        whole = make_request(QUESTION + ANSWER, str(num_seen), num_prompt_tokens=3)
+        if num_seen:
+            seen = whole.token_ids[: 3 + num_seen]
+            drafter.propose([make_request(seen, str(num_seen), num_prompt_tokens=3)])
+        end(drafter, whole)
+        whole.token_ids[:] = 0  # the engine's own array
+    assert [text.token_ids.tolist() for text in drafter.store.texts()] == [ANSWER] * 2
 
 
 def test_the_store_can_be_switched_off():
@@ -72,7 +83,7 @@ def first_draft(drafter: object, prompt: list[int], salt: str | None) -> list[in
     text = [*prompt, REPLY[0]]
     request = make_request(text, "later", num_prompt_tokens=len(prompt), cache_salt=salt)
     [tree] = drafter.propose([request])
-    drafter.release("later")
+    end(drafter, request)
     return tree.chain().token_ids.tolist()
 
 
@@ -82,8 +93,7 @@ def answered_before(prompt: list[int], salt: str | None) -> object:
     texts = [(prompt, REPLY), *([([9], [REPLY[0], 50, 51 + i]) for i in range(4)])]
     for i, (before, output) in enumerate(texts):
         request = make_request([*before, *output], str(i), len(before), cache_salt=salt)
-        drafter.propose([request])
-        drafter.release(str(i))
+        end(drafter, request)
     return drafter
 
 
@@ -147,11 +157,9 @@ def test_the_least_recently_used_text_goes_first():
 def test_a_match_counts_as_use():
     drafter = make_drafter(store_tokens=10)
     for i, answer in enumerate(([10, 11, 12, 13, 14], [20, 21, 22, 23, 24])):
-        drafter.propose([make_request([i, *answer], str(i), num_prompt_tokens=1)])
-        drafter.release(str(i))
+        end(drafter, make_request([i, *answer], str(i), num_prompt_tokens=1))
     drafter.propose([make_request([5, 10, 11, 12], "x", num_prompt_tokens=4)])
-    drafter.propose([make_request([2, 30, 31, 32, 33, 34], "y", num_prompt_tokens=1)])
-    drafter.release("y")
+    end(drafter, make_request([2, 30, 31, 32, 33, 34], "y", num_prompt_tokens=1))
     [old] = drafter.propose([make_request([5, 10, 11], "u", num_prompt_tokens=3)])
     [gone] = drafter.propose([make_request([5, 20, 21], "v", num_prompt_tokens=3)])
     assert 12 in old.token_ids

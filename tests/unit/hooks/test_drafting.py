@@ -38,14 +38,14 @@ class ScriptedDrafter(Drafter):
         super().__init__(DrafterOptions(), make_context())
         self.behaviours = behaviours
         self.asked: list[list[str]] = []
-        self.released: list[str] = []
+        self.ended: dict[str, list[int]] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self.asked.append([r.request_id for r in requests])
         return [self.behaviours.get(r.request_id, lambda _: GOOD)(r) for r in requests]
 
-    def release(self, request_id: str) -> None:
-        self.released.append(request_id)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self.ended[request.request_id] = output.tolist()
 
 
 def guard(drafter: Drafter, time_limit_s: float = 30.0) -> GuardedDrafter:
@@ -97,12 +97,12 @@ def test_a_request_that_fails_is_given_up_until_it_ends_and_the_others_are_not(k
     assert sizes(guarded.propose(requests("abc"))) == [3, 0, 3]
     reason = "error" if kind == "error" else "malformed"
     assert guarded.failures == dict.fromkeys(guarded.failures, 0) | {reason: 1}
-    assert "b" in drafter.released
     drafter.asked.clear()
     assert sizes(guarded.propose(requests("cba"))) == [3, 0, 3]
     assert drafter.asked == [["c", "a"]]
     assert guarded.failures[reason] == 1
-    guarded.release("b")
+    guarded.release("b", make_request([1, 2, 3, 4], "b", num_prompt_tokens=3))
+    assert drafter.ended == {"b": [4]}, "what it said is worth no less"
     drafter.behaviours.clear()
     assert sizes(guarded.propose(requests("b"))) == [3]
 
@@ -133,13 +133,14 @@ def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(behaviour, monke
     assert guarded.failures == {"error": 0, "malformed": 0, "timeout": 1, "start_check": 0}
     drafter.asked.clear()
     drafter.behaviours.clear()
-    guarded.release("b")
+    guarded.release("b", make_request([1, 2, 3, 4], "b", num_prompt_tokens=3))
+    guarded.release("never drafted", None)
     assert sizes(guarded.propose(requests("ac"))) == [0, 0]
-    assert (drafter.asked, drafter.released) == ([], [])
+    assert (drafter.asked, drafter.ended) == ([], {})
     now = time.perf_counter()
     monkeypatch.setattr(time, "perf_counter", lambda: now + FIRST_PAUSE_S)
     assert sizes(guarded.propose(requests("ac"))) == [GOOD.num_nodes] * 2
-    assert drafter.released == ["b"]
+    assert drafter.ended == {"b": []}, "texts would pile up"
 
 
 def test_each_pause_is_twice_the_last_up_to_the_longest(monkeypatch):
@@ -179,15 +180,24 @@ def test_nobody_waits_twice_when_the_culprit_is_looked_for():
     assert drafter.asked == [["a"]]
 
 
+def test_after_a_reset_no_earlier_text_is_learned():
+    drafter = ScriptedDrafter({})
+    guarded = guard(drafter)
+    guarded.reset(["a"])  # it may have ended: the scheduler tells with the next step
+    for learned in ([], [4]):
+        guarded.release("a", make_request([1, 2, 3, 4], "a", num_prompt_tokens=3))
+        assert drafter.ended.pop("a") == learned
+
+
 def test_release_may_fail():
     drafter = ScriptedDrafter({})
 
-    def release(request_id: str) -> None:
-        raise KeyError(request_id)
+    def released(request: DraftRequest, output: np.ndarray) -> None:
+        raise KeyError(request.request_id)
 
-    drafter.release = release
+    drafter.released = released
     guarded = guard(drafter)
-    guarded.release("a")
+    guarded.release("a", *requests("a"))
     assert guarded.failures["error"] == 1
 
 
@@ -195,14 +205,14 @@ def test_release_may_take_too_long():
     drafter = ScriptedDrafter({})
     calls = []
 
-    def release(request_id: str) -> None:
-        calls.append(request_id)
+    def released(request: DraftRequest, output: np.ndarray) -> None:
+        calls.append(request.request_id)
         time.sleep(0.1)
 
-    drafter.release = release
+    drafter.released = released
     guarded = guard(drafter, time_limit_s=0.05)
-    guarded.release("a")
-    guarded.release("b")
+    for request in requests("ab"):
+        guarded.release(request.request_id, request)
     assert calls == ["a"]
     assert guarded.failures["timeout"] == 1
     assert sizes(guarded.propose(requests("c"))) == [0]

@@ -230,7 +230,8 @@ def test_a_refused_drafter_is_counted_and_said_once(caplog) -> None:
     assert "serves without drafts, as its check at start-up failed: it raised" in caplog.text
     text = np.array([1, 2], dtype=np.int32)
     for number in range(3):
-        (tree,) = guard.propose([DraftRequest(str(number), text, 2, 2, 2)])
+        request = DraftRequest(str(number), text, 2, 2, 2)
+        (tree,) = guard.propose([request])
         assert tree.num_nodes == 0
-        guard.release(str(number))
+        guard.release(str(number), request)
     assert not guard._unreleased

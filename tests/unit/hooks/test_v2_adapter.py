@@ -24,6 +24,7 @@ from vllm_trie.trace_file import read_trace
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import ended_request
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
@@ -46,7 +47,7 @@ class NextNumbers(Drafter):
     def __init__(self) -> None:
         super().__init__(DrafterOptions(), make_context())
         self.requests: list[DraftRequest] = []
-        self.released: list[str] = []
+        self.ended: dict[str, list[int]] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self.requests = list(requests)
@@ -57,8 +58,8 @@ class NextNumbers(Drafter):
             paths.append([*range(last + 1, last + 1 + length)])
         return [TokenTree.from_paths([path], WIDTH) for path in paths]
 
-    def release(self, request_id: str) -> None:
-        self.released.append(request_id)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self.ended[request.request_id] = output.tolist()
 
 
 class Event:
@@ -254,6 +255,13 @@ def test_a_text_ends_where_the_scheduler_ends_it(steps, params, sampled, counted
         assert not steps.drafter.requests
     stats = steps.statistics()
     assert stats.tokens == 1 + counted
+    data = steps.adapter._requests["a"].data
+    steps.adapter.release(["a"])
+    assert steps.drafter.ended == {"a": [11, *sampled[:counted]]}
+    if "max_tokens" not in params:  # no draft is longer
+        # Model Runner V1 keeps what the step has computed behind the end.
+        whole = ended_request("a", data, np.array([7, 8, 11, *sampled], dtype=np.int32), 2)
+        assert whole.token_ids.tolist() == [7, 8, 11, *sampled[:counted]]
 
 
 WITHOUT_DRAFTS: dict[str, dict[str, Any]] = {
@@ -268,6 +276,8 @@ def test_requests_without_drafts(steps, params):
     steps.add("a", [7, 8], **params)
     assert steps.step({"a": [11]}) == [[0] * WIDTH]
     assert not steps.drafter.requests
+    steps.adapter.release(["a"])
+    assert not steps.drafter.ended
 
 
 def test_drafts_end_before_the_length_limit(steps):
@@ -395,7 +405,8 @@ def test_a_pause_takes_in_what_has_arrived(steps, budget):
         "c": [7, 8, 11, 12],
     }
     assert Event.waits == 0
-    assert steps.adapter.trees._running == {"a", "c"}
+    steps.adapter.close()
+    assert steps.drafter.ended == {"b": [], "a": [11, 12], "c": [11, 12]}
 
 
 def test_nobody_waits_where_the_scheduler_wants_no_drafts(steps):

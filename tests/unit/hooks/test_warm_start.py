@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.drafters.support import VOCAB, make_drafter, make_request
+from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
 from vllm_trie.drafters import Drafter
 from vllm_trie.store import Identity, StoredText, StoreHeader, read_store, write_store
 from vllm_trie.tree import TokenTree
@@ -38,14 +38,13 @@ def answer(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> 
         request = make_request(
             [*QUESTION, *tokens], f"{number}", num_prompt_tokens=3, cache_salt=salt
         )
-        drafter.propose([request])
-        drafter.release(f"{number}")
+        end(drafter, request)
 
 
 def draft(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> TokenTree:
     request = make_request(tokens, "new", num_prompt_tokens=len(tokens), cache_salt=salt)
     [tree] = drafter.propose([request])
-    drafter.release("new")
+    end(drafter, request)
     return tree
 
 
@@ -71,8 +70,7 @@ def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path
     for i, output in enumerate(outputs):
         before = prompt if i == 0 else [i]
         request = make_request([*before, *output], str(i), num_prompt_tokens=len(before))
-        drafter.propose([request])
-        drafter.release(str(i))
+        end(drafter, request)
     saving.tick()
     saving.close()
 

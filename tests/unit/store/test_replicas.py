@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.drafters.support import make_drafter, make_request
+from tests.unit.drafters.support import end, make_drafter, make_request
 from tests.unit.store.redis_server import RedisServer
 from vllm_trie.store import Identity, StoredText, replicas, salt_digest
 from vllm_trie.store.replicas import Replicas, connect, decode, encode
@@ -219,15 +219,14 @@ def test_no_text_crosses_salts_or_adapters(server, join, victim, attacker):
         drafters.append((drafter, replica))
     (origin, _), (target, inbox) = drafters
     request = make_request([*prompt, *secret], "v", len(prompt), cache_salt=victim)
-    origin.propose([request])
-    origin.release("v")
+    end(origin, request)
     wait_for(server.client.keys)
     [name] = server.client.keys()
 
     def ask(drafter: Any, salt: str | None) -> Any:
         request = make_request([*prompt, 500, 501], "q", len(prompt), cache_salt=salt)
         [tree] = drafter.propose([request])
-        drafter.release("q")
+        end(drafter, request)
         return tree
 
     alone: Any = make_drafter(store_tokens=10_000)

@@ -96,8 +96,8 @@ class LookaheadDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return [self._propose_one(request) for request in requests]
 
-    def release(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self._states.pop(request.request_id, None)
 
     def _propose_one(self, request: DraftRequest) -> TokenTree:
         state = self._updated_state(request)

@@ -109,9 +109,9 @@ class MedusaDrafter(Drafter):
             logits, self.temperatures, self.heads.token_map, self.options.top_tokens
         )
 
-    def release(self, request_id: str) -> None:
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
         if self._texts is not None:
-            self._texts.release(request_id)
+            self._texts.release(request.request_id)
 
     def _depth(self, request: DraftRequest) -> int:
         return min(request.max_depth, self._max_depth)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -52,23 +52,6 @@ CORPUS_INTERVAL = 1.0
 """Seconds between two looks for another corpus: drafts are made between two steps."""
 
 
-@dataclass(slots=True)
-class _State:
-    """One request.
-
-    Attributes:
-        cache_salt: Of the request.
-        output: int32, a copy.
-        num_tokens: Length of the text that the last draft continues; 0 before the first.
-        prompt: Fingerprint of the prompt.
-    """
-
-    cache_salt: str | None
-    output: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    num_tokens: int = 0
-    prompt: bytes = b""
-
-
 class NgramTrieDrafter(Drafter):
     """Drafts the continuations of a text that earlier text makes likeliest.
 
@@ -96,7 +79,7 @@ class NgramTrieDrafter(Drafter):
         self._backend = backend = backend or NativeBackend(BLEND, SAMPLED)
         self._newest_corpus = watch_corpus(options.corpus, context)
         self._corpus = self._newest_corpus()
-        self._states: dict[str, _State] = {}
+        self._prompts: dict[str, bytes] = {}  # fingerprints, by request id
         self._prompt_key = os.urandom(KEY_BYTES)
         order = options.max_context_len
         self._texts = RequestTexts(backend, order, options.index_tokens, options.index_output)
@@ -125,9 +108,6 @@ class NgramTrieDrafter(Drafter):
 
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
         # The backend indexes where it drafts: for one node, which is dropped.
-        for request in requests:
-            self._update_state(request)
-            self._states[request.request_id].num_tokens = 0  # no draft continues it yet
         jobs = []
         for request, text in zip(requests, self._texts.update(requests), strict=True):
             jobs.append(self._job(replace(request, max_nodes=1, max_depth=1), text, 0))
@@ -135,8 +115,6 @@ class NgramTrieDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self._corpus = self._newest_corpus()
-        for request in requests:
-            self._update_state(request)
         texts = self._texts.update(requests)
         drafts = self._backend.draft_batch(
             [self._job(request, text, 0) for request, text in zip(requests, texts, strict=True)]
@@ -155,11 +133,11 @@ class NgramTrieDrafter(Drafter):
         ]
         return [draft.tree for draft in self._backend.draft_batch(jobs)]
 
-    def release(self, request_id: str) -> None:
-        self._texts.release(request_id)
-        state = self._states.pop(request_id, None)
-        if state is not None and self.store is not None:
-            self.store.add(state.cache_salt, state.output, state.prompt)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self._texts.release(request.request_id)
+        if self.store is not None:
+            self.store.add(request.cache_salt, output, self._prompt(request))
+        self._prompts.pop(request.request_id, None)
 
     def save(self) -> Sequence[StoredText]:
         return () if self.store is None else self.store.texts()
@@ -182,22 +160,20 @@ class NgramTrieDrafter(Drafter):
     def set_prompt_key(self, key: bytes) -> None:
         self._prompt_key = key
 
-    def _update_state(self, request: DraftRequest) -> None:
-        state = self._states.get(request.request_id)
-        if state is None:
-            state = self._states[request.request_id] = _State(request.cache_salt)
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            state.prompt = prompt_print(self._prompt_key, request.cache_salt, prompt)
+    def _prompt(self, request: DraftRequest) -> bytes:
+        """Return the fingerprint of a request's prompt, which the first call makes."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            tokens = request.token_ids[: request.num_prompt_tokens]
+            prompt = prompt_print(self._prompt_key, request.cache_salt, tokens)
+            self._prompts[request.request_id] = prompt
             if self.store is not None:
                 self.store.listen(request.cache_salt)
-        state.num_tokens = len(request.token_ids)
-        if self.store is not None:
-            num_prompt_tokens = min(request.num_prompt_tokens, state.num_tokens)
-            state.output = request.token_ids[num_prompt_tokens:].astype(np.int32)
+        return prompt
 
     def _job(self, request: DraftRequest, text: IndexedText, num_added: int) -> Job:
         """Return the job that drafts after a request's text, or after it and added tokens."""
-        prompt = self._states[request.request_id].prompt
+        prompt = self._prompt(request)
         return Job(
             own=text.own,
             store=None if self.store is None else self.store.index(request.cache_salt),

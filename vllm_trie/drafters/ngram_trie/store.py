@@ -62,10 +62,10 @@ class RequestStore:
 
         Args:
             cache_salt: Of the request.
-            token_ids: int32, the output.
+            token_ids: int32, the output; copied.
             prompt: Fingerprint of the prompt, empty if it is not to be found by it.
         """
-        text = StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :], prompt)
+        text = StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :].copy(), prompt)
         self._add(text)
         if self._replicas is not None and len(token_ids):
             self._replicas.publish(text)

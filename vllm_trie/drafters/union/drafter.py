@@ -105,10 +105,10 @@ class TrieUnionDrafter(Drafter):
         for part in self.parts:
             part.load_model(target_model)
 
-    def release(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self._states.pop(request.request_id, None)
         for part in self.parts:
-            part.release(request_id)
+            part.released(request, output)
 
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
         for part in self.parts:

@@ -45,7 +45,8 @@ class DraftingWorkerMixin(_Worker):
         Sleeping, new weights and a reset of the prefix cache leave it: drafts change no output.
         """
         if self.adapter is not None:
-            self.adapter.trees.reset_drafts()
+            # Among them are requests of whose end the scheduler tells with the next step.
+            self.adapter.trees.guard.reset(self.adapter.running)
 
     def _begin_drafting(self, adapter: V2Adapter) -> None:
         parallel = self.parallel_config
@@ -65,7 +66,7 @@ class DraftingWorkerMixin(_Worker):
     )
     def shutdown(self) -> None:
         if self.adapter is not None:
-            self.adapter.trees.close()
+            self.adapter.close()
         super().shutdown()
 
 

@@ -141,7 +141,6 @@ class TreeVerifier:
         self.totals = TreeStats()
         self.share_trees = share_trees
         self._memories = memories
-        self._running: set[str] = set()
         self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
         self._clock = StepClock()
         self._stats = TreeStats()
@@ -165,7 +164,6 @@ class TreeVerifier:
             num_fillers: Tokens that drafts are filled up with.
         """
         start = time.perf_counter()
-        self._running.update(request_ids)
         num_requests = len(request_ids)
         num_decode_tokens = num_requests + sum(map(len, drafts.values())) + num_fillers
         step = self.step = TreeStep(
@@ -392,21 +390,12 @@ class TreeVerifier:
 
     def close(self) -> None:
         """Save what was learned; the engine ends."""
-        if self._memories:
-            # The scheduler tells of ended requests with the next step, and there is none.
-            for request_id in list(self._running):
-                self.release(request_id)
         for memory in self._memories:
             memory.close()
 
-    def reset_drafts(self) -> None:
-        """Forget what ended requests left; running ones keep their drafts."""
-        self.guard.drafter.reset()
-
-    def release(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+    def release(self, request_id: str, ended: DraftRequest | None) -> None:
+        """Forget a request that has ended, see :meth:`GuardedDrafter.release`."""
         self._stored_trees.pop(request_id, None)
-        self._running.discard(request_id)
-        self.guard.release(request_id)
+        self.guard.release(request_id, ended)
         if self.recorder is not None:
             self.recorder.end(request_id)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.drafters.lookahead.driver import Decoding, verify
 from tests.unit.drafters.lookahead.reference import TwoBranchDecoder, toy_target
-from tests.unit.drafters.support import make_context, make_request
+from tests.unit.drafters.support import end, make_context, make_request
 from vllm_trie.drafters import VerifiedStep
 from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
 from vllm_trie.drafters.lookahead.candidates import CandidateTrie
@@ -155,8 +155,8 @@ def test_pools_stay_bounded_over_many_requests():
                 decoding.step()
             assert drafter.num_ngrams <= 50 * len(running)
         for decoding in running:
-            drafter.release(decoding.request_id)
-        drafter.release("never seen")
+            end(drafter, decoding.request_id)
+        end(drafter, "never seen")
     assert drafter.num_ngrams == 0
     assert not drafter._states
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.drafters.lookahead.driver import Decoding
 from tests.unit.drafters.lookahead.reference import toy_target
-from tests.unit.drafters.support import make_context, make_request
+from tests.unit.drafters.support import end, make_context, make_request
 from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
 from vllm_trie.drafters.lookahead.candidates import CandidateTrie
 from vllm_trie.drafters.lookahead.pool import Candidate
@@ -118,8 +118,8 @@ def test_candidates_are_judged_by_the_text_and_not_by_what_was_verified():
     while len(tokens) < 200:
         tokens.append(target(tokens))
     drafters = [_drafter(min_probability=0.0), _drafter(min_probability=1.0)]
-    for end in range(4, 200):
-        requests = [make_request(tokens[:end], num_prompt_tokens=3, max_nodes=64)]
+    for size in range(4, 200):
+        requests = [make_request(tokens[:size], num_prompt_tokens=3, max_nodes=64)]
         trees = [drafter.propose(requests)[0] for drafter in drafters]
     assert trees[0].num_nodes > trees[1].num_nodes
     assert _all_probabilities(drafters[0].rates) == _all_probabilities(drafters[1].rates)
@@ -143,7 +143,7 @@ def test_what_one_request_teaches_serves_the_next():
         if fresh_tree is None:
             fresh_tree = trees[0]
         for drafter in (left, right):
-            drafter.release(request_id)
+            end(drafter, request_id)
     assert not np.array_equal(trees[0].probabilities, fresh_tree.probabilities)
 
 
@@ -155,7 +155,7 @@ def test_memory_does_not_grow():
         for _ in range(30):
             decoding.step()
             assert len(drafter._states[str(start)].drafted) <= 4
-        drafter.release(str(start))
+        end(drafter, str(start))
     assert len(drafter.rates._rates) <= 5 * 4 * (4 + 3)
 
 

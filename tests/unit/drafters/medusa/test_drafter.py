@@ -12,7 +12,7 @@ from tests.unit.drafters.medusa.support import (
     make_requests,
     random_heads,
 )
-from tests.unit.drafters.support import make_context
+from tests.unit.drafters.support import end, make_context
 from vllm_trie.drafters.medusa.drafter import MedusaDrafter
 from vllm_trie.drafters.medusa.reading import CheckpointError
 from vllm_trie.drafters.registry import parse_options
@@ -84,7 +84,7 @@ def test_released_and_changed_requests():
     drafter.propose(make_requests(3))
     assert describe(drafter.propose(make_requests(3, seed=1))) == fresh  # same ids, other texts
     for name in ("r0", "r1", "r2", "r2", "unknown"):
-        drafter.release(name)
+        end(drafter, name)
     assert drafter._texts.num_tokens == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import make_context
@@ -45,7 +46,7 @@ class Scripted(Drafter):
         self.script = script
         self.needs_node_argmax = needs_node_argmax  # type: ignore[misc]
         self.calls: list[str] = []
-        self.released: list[str] = []
+        self.ended: list[str] = []
         self.last_requests: dict[str, DraftRequest] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
@@ -53,8 +54,8 @@ class Scripted(Drafter):
         self.last_requests.update({request.request_id: request for request in requests})
         return [self.script(request) for request in requests]
 
-    def release(self, request_id: str) -> None:
-        self.released.append(request_id)
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self.ended.append(request.request_id)
 
 
 def make_union(parts: Sequence[Drafter], num_nodes: int = 32, **options: Any) -> TrieUnionDrafter:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.drafters.lookahead.driver import Decoding
 from tests.unit.drafters.lookahead.reference import toy_target
-from tests.unit.drafters.support import make_context, make_request
+from tests.unit.drafters.support import end, make_context, make_request
 from tests.unit.drafters.union.support import VOCAB, Scripted, make_union
 from vllm_trie.drafters import VerifiedStep
 from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
@@ -96,11 +96,11 @@ def test_release_reaches_all_parts_and_unknown_requests_are_fine():
     parts = [Scripted(lambda request: TokenTree.empty()) for _ in range(2)]
     union = make_union(parts)
     union.propose([make_request([1, 2])])
-    union.release("a")
-    union.release("a")
-    union.release("never seen")
+    end(union, "a")
+    end(union, "a")
+    end(union, "never seen")
     assert not union._states
-    assert all(part.released == ["a", "a", "never seen"] for part in parts)
+    assert all(part.ended == ["a", "a", "never seen"] for part in parts)
 
 
 def test_thousands_of_requests_leave_nothing_behind():
@@ -118,7 +118,7 @@ def test_thousands_of_requests_leave_nothing_behind():
         if len(running) > 4:
             gone = rng.choice(list(running))
             del running[gone]
-            union.release(gone)
+            end(union, gone)
         ids = rng.sample(list(running), min(2, len(running)))
         requests = [
             make_request(running[i][0], i, 3, max_nodes=16, last_step=running[i][1]) for i in ids
@@ -130,7 +130,7 @@ def test_thousands_of_requests_leave_nothing_behind():
         most_drafts = max(most_drafts, *(len(s.drafts) for s in union._states.values()))
         assert set(union._states) <= set(running)
     for request_id in running:
-        union.release(request_id)
+        end(union, request_id)
     assert 0 < most_drafts <= HORIZON
     assert not union._states
     # One small regression for each set of parts that proposes a node.

@@ -113,6 +113,36 @@ def draft_request(
     )
 
 
+def ended_request(
+    request_id: str, data: RequestData, token_ids: np.ndarray, num_prompt_tokens: int
+) -> DraftRequest | None:
+    """Return a request that has ended as drafters see it, None if it never gets drafts.
+
+    Args:
+        request_id: The engine's.
+        data: Of the request.
+        token_ids: int32 [num_tokens], prompt and output; what a step computed behind the token that
+            ended the request is left out.
+        num_prompt_tokens: Of the request.
+    """
+    params = data.sampling_params
+    if params is None or not may_draft(data):
+        return None
+    least = num_prompt_tokens + max(params.min_tokens - 1, 0)
+    stops = [params.eos_token_id, *(params.stop_token_ids or ())]
+    ends = np.flatnonzero(np.isin(token_ids[least:], [stop for stop in stops if stop is not None]))
+    return DraftRequest(
+        request_id=request_id,
+        token_ids=token_ids[: least + ends[0] + 1] if len(ends) else token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        max_nodes=0,
+        max_depth=0,
+        cache_salt=_cache_salt(data, params.extra_args or {}),
+        sample_of=_sample_of(request_id),
+        is_sampled=params.temperature > 0.0,
+    )
+
+
 def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> bool:
     """Return whether the scheduler ends a request after a token.
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
 
 from vllm_trie.drafters import Drafter, DraftRequest
 from vllm_trie.drafters.prediction import Predictions
 from vllm_trie.tree import MalformedTreeError, TokenTree, check_all
 from vllm_trie.vllm_hooks.wire import FAILURE_REASONS, FailureReason
 
-_Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _EMPTY = TokenTree.empty()
+_NO_TOKENS = np.empty(0, dtype=np.int32)
 FIRST_PAUSE_S = 60.0
 """Pause of a drafter after the first call that took too long."""
 LONGEST_PAUSE_S = 3600.0
@@ -53,7 +56,8 @@ class GuardedDrafter:
         self._failed_requests: set[str] = set()
         self._rests_until = 0.0  # by time.perf_counter
         self._pause_s = FIRST_PAUSE_S
-        self._unreleased: list[str] = []  # requests that ended meanwhile
+        self._unreleased: list[DraftRequest] = []  # requests that ended meanwhile
+        self._unlearned: set[str] = set()  # requests from before a reset
         self._reported = False
         self._new_failures: dict[str, int] = {}
 
@@ -66,8 +70,8 @@ class GuardedDrafter:
         if start < self._rests_until:
             return [_EMPTY] * len(requests)
         unreleased, self._unreleased = self._unreleased, []
-        for request_id in unreleased:
-            self.release(request_id)
+        for request in unreleased:
+            self.release(request.request_id, request)
         active = requests
         if self._failed_requests:
             active = [r for r in requests if r.request_id not in self._failed_requests]
@@ -91,20 +95,38 @@ class GuardedDrafter:
         except Exception:
             self._logger.debug("reading prompts ahead of their drafts failed", exc_info=True)
 
-    def release(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+    def release(self, request_id: str, ended: DraftRequest | None) -> None:
+        """Forget a request that has ended.
+
+        Args:
+            request_id: Of the request.
+            ended: The request with its whole text; None if it never gets drafts.
+        """
+        is_learned = request_id not in self._unlearned
+        self._unlearned.discard(request_id)
         self._failed_requests.discard(request_id)
         self.predictions.release(request_id)
+        if ended is None:
+            return
+        if self._is_resting or not is_learned:  # texts would pile up while it rests
+            ended = replace(ended, token_ids=_NO_TOKENS, num_prompt_tokens=0)
         if self._is_resting:
             if self._rests_until < math.inf:
-                self._unreleased.append(request_id)
+                self._unreleased.append(ended)
             return
+        output = ended.token_ids[ended.num_prompt_tokens :]
         try:
-            self._call(self.drafter.release, request_id)
+            self._call(self.drafter.released, ended, output)
         except _TooLate as error:
             self._rest(error)
         except Exception:
             self._report("error", f"forgetting request {request_id}")
+
+    def reset(self, running: Collection[str]) -> None:
+        """Let the drafter forget the outputs of ended requests, and learn nothing from those that
+        are running: their texts began before."""
+        self._unlearned.update(running)
+        self.drafter.reset()
 
     def has_failed(self, request_id: str) -> bool:
         """Return whether a request gets no drafts, as the drafter failed."""
@@ -126,11 +148,11 @@ class GuardedDrafter:
         taken, self._new_failures = self._new_failures, {}
         return taken
 
-    def _call(self, method: Callable[[_Argument], _Result], argument: _Argument) -> _Result:
-        """Return ``method(argument)``; raise :class:`_TooLate` if that took too long."""
+    def _call(self, method: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Return ``method(*arguments)``; raise :class:`_TooLate` if that took too long."""
         deadline = time.perf_counter() + self._time_limit_s
         try:
-            result = method(argument)
+            result = method(*arguments)
         except Exception as error:
             self._check_deadline(deadline, error)
             raise
@@ -210,12 +232,6 @@ class GuardedDrafter:
     def _give_up(self, request: DraftRequest, reason: FailureReason) -> None:
         self._failed_requests.add(request.request_id)
         self._report(reason, f"request {request.request_id} is decoded without drafts")
-        try:
-            self._call(self.drafter.release, request.request_id)
-        except _TooLate as error:
-            self._rest(error)
-        except Exception:
-            self._logger.debug("release after a failed draft failed too", exc_info=True)
 
     def _report(self, reason: FailureReason, consequence: str) -> None:
         """Count a failure; log the first with its traceback, the others at debug level."""

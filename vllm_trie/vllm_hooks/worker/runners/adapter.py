@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterable
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -57,6 +57,15 @@ class Adapter(ABC):
         self.waits_for: Part = "end"
         self._step: Step
 
+    @property
+    @abstractmethod
+    def running(self) -> Collection[str]:
+        """Ids of the requests whose end is not known here."""
+
+    @abstractmethod
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+
     @abstractmethod
     def run_forward(self, num_tokens: int) -> None:
         """Run a forward pass of `num_tokens` tokens and wait for its end."""
@@ -83,6 +92,12 @@ class Adapter(ABC):
             if self.waits_for == "end":
                 self._step.close()  # it holds tensors
         return result
+
+    def close(self) -> None:
+        """Save what was learned; the engine ends."""
+        # The scheduler tells of ended requests with the next step, and there is none.
+        self.release(list(self.running))
+        self.trees.close()
 
     def load_model(self, target_model: torch.nn.Module, *unused: Any, **unused_too: Any) -> None:
         """Load the drafter's own weights, if it has any; refuse a model that verifies no trees."""

@@ -8,7 +8,7 @@ drafts, :class:`TreeRunnerMixin` where the plugin does.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +23,7 @@ from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
 from vllm_trie.vllm_hooks.worker.beam.beams_v1 import num_requests, sample_and_select
-from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests, ended_request
 from vllm_trie.vllm_hooks.worker.runners.adapter import Adapter, Step
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
@@ -120,6 +120,22 @@ class V1Speculation(Adapter):
             scheduled.num_spec_tokens_to_schedule,
             self.chain_only,
         )
+
+    @property
+    def running(self) -> Collection[str]:
+        return self.runner.requests.keys()
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.release_one(request_id, self.runner.requests.get(request_id))
+
+    def release_one(self, request_id: str, state: CachedRequestState | None) -> None:
+        """Forget a request that has ended, by its last state."""
+        ended = None
+        if state is not None and state.prompt_token_ids is not None:
+            text = np.array([*state.prompt_token_ids, *state.output_token_ids], dtype=np.int32)
+            ended = ended_request(request_id, state, text, state.num_prompt_tokens)
+        self.trees.release(request_id, ended)
 
     # -- what vLLM asks of a proposer --------------------------------------------------------------
 
@@ -265,7 +281,7 @@ class ChainRunnerMixin(_Runner):
     @_runner.overrides("forgets the trees of ended requests")
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
         super()._on_request_state_removed(req_id, req_state)
-        self.adapter.trees.release(req_id)
+        self.adapter.release_one(req_id, req_state)
 
 
 class TreeRunnerMixin(ChainRunnerMixin):

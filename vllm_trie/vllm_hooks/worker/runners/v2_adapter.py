@@ -260,14 +260,17 @@ class V2Adapter(Adapter):
         if self.trees.recorder is not None:
             self.trees.recorder.begin(new_requests)
 
+    @property
+    def running(self) -> Collection[str]:
+        return self._requests.keys()
+
     def release(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that have ended."""
         if not self.is_drafting:
             return
         for request_id in request_ids:
-            self._requests.pop(request_id, None)
+            text = self._requests.pop(request_id, None)
             self._unread.discard(request_id)
-            self.trees.release(request_id)
+            self.trees.release(request_id, None if text is None else text.ended_request())
 
     # -- what the runner asks for ------------------------------------------------------------------
 

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_trie.vllm_hooks.wire import may_draft
-from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_request, ends_with
+from vllm_trie.vllm_hooks.worker.drafting.draft_requests import (
+    draft_request,
+    ended_request,
+    ends_with,
+)
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -56,18 +60,26 @@ class RequestText:
         params = self.data.sampling_params
         if params is None:
             return None
-        text = self.token_ids[: self.num_tokens]
-        text.flags.writeable = False
         return draft_request(
             self.data.req_id,
             self.data,
-            text,
+            self._text(),
             self.data.prompt_len,
             self.num_output_tokens,
             max_model_len,
             max_nodes,
             chain_only=needs_chain(params),
         )
+
+    def ended_request(self) -> DraftRequest | None:
+        """Return the request with its whole text as drafters see it, None if it never gets
+        drafts."""
+        return ended_request(self.data.req_id, self.data, self._text(), self.data.prompt_len)
+
+    def _text(self) -> np.ndarray:
+        text = self.token_ids[: self.num_tokens]
+        text.flags.writeable = False
+        return text
 
     def extend(self, tokens: Sequence[int]) -> Sequence[int]:
         """Add sampled tokens to the text; return those before its end."""
