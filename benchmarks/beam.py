@@ -119,7 +119,6 @@ class Bench:
         plugin: dict[str, Any] = {"items": options.catalogues}
         if options.device == "cuda":
             settings = CUDA_OPTIONS
-            plugin["allow_untested_gpu"] = True
         self._llm = LLM(
             options.model,
             **settings | {"enforce_eager": options.eager, "load_format": options.load_format},

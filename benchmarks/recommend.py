@@ -134,7 +134,6 @@ class Bench:
         settings: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True}
         if options.device == "cuda":
             settings = CUDA_OPTIONS
-            plugin["allow_untested_gpu"] = True
         most = max(options.widths) * max(options.concurrency)
         self._llm = LLM(
             self._model,

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_trie.drafters import available_methods
 from vllm_trie.lab import local_engine
 
 CUDA_OPTIONS: dict[str, Any] = {
@@ -81,8 +80,6 @@ def start_engine(
     """Start an engine as :func:`vllm_trie.lab.local_engine.start_engine` does, on a device."""
     if device == "cuda":
         options = CUDA_OPTIONS | options
-        if speculative_config and speculative_config["method"] in available_methods():
-            speculative_config = {**speculative_config, "allow_untested_gpu": True}
     return local_engine.start_engine(model, speculative_config=speculative_config, **options)
 
 

@@ -158,7 +158,6 @@ lines: list[str] = []
 
 
 def configure(
-    allow: bool,
     speculation: dict[str, Any] | None = None,
     runner_v2: bool | None = None,
     capability: DeviceCapability = PretendedCuda.capability,
@@ -166,15 +165,15 @@ def configure(
 ) -> Any:
     PretendedCuda.capability = capability
     vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = runner_v2
-    speculation = {"method": "ngram_trie", "allow_untested_gpu": allow, **(speculation or {})}
+    speculation = {"method": "ngram_trie", **(speculation or {})}
     return EngineArgs(
         model=str(model_path()), max_model_len=512, speculative_config=speculation, **settings
     ).create_engine_config()
 
 
-def described(allow: bool, **settings: Any) -> dict[str, Any]:
+def described(**settings: Any) -> dict[str, Any]:
     try:
-        config = configure(allow, **settings)
+        config = configure(**settings)
     except ValueError as error:
         return {"refused": str(error)}
     return {
@@ -190,7 +189,7 @@ def described(allow: bool, **settings: Any) -> dict[str, Any]:
 
 def chosen_backend() -> dict[str, Any]:
     """What vLLM makes of the backend in the worker."""
-    config = configure(True, TREES)
+    config = configure(TREES)
     register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND_CLASS)
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     with set_current_vllm_config(config):
@@ -206,7 +205,7 @@ def chosen_backend() -> dict[str, Any]:
 
 def dispatched(asked: str, backend: Any) -> list[str]:
     """The mode, and the kinds of graphs of a step of full drafts and of one of other lengths."""
-    config = configure(True, compilation_config={"cudagraph_mode": asked})
+    config = configure(compilation_config={"cudagraph_mode": asked})
     length = 1 + config.num_speculative_tokens
     mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(
         backend.get_builder_cls().get_cudagraph_support(config, None),
@@ -227,10 +226,8 @@ def speculation() -> dict[str, Any]:
     """What the plugin does to the configurations of engines with draft trees."""
     return {
         "status": plugin.status(),
-        "not_allowed": described(False, speculation=TREES),
-        "without a flag": described(False),
-        "lines": lines_of(lambda: configure(False)),
-        "allowed": {name: described(True, **values) for name, values in SETTINGS.items()},
+        "lines": lines_of(configure),
+        "settings": {name: described(**values) for name, values in SETTINGS.items()},
         "chosen": chosen_backend(),
     }
 
@@ -331,22 +328,20 @@ def beams() -> dict[str, Any]:
     """What the plugin does to beam search."""
     result: dict[str, Any] = {
         "default": described_beams(None),
-        "allowed": described_beams({"allow_untested_gpu": True}),
-        "off": described_beams({"allow_untested_gpu": True, "beam_search": False}),
-        "yes": described_beams({"allow_untested_gpu": "yes"}),
-        "with_trees": described_beams(
-            None, speculative_config={"method": "ngram_trie", "allow_untested_gpu": True}
-        ),
+        "off": described_beams({"beam_search": False}),
+        "yes": described_beams({"beam_search": "yes"}),
+        "with_chains": described_beams(None, speculative_config={"method": "ngram_trie"}),
     }
-    allowed = configured_for_beams({"allow_untested_gpu": True})
+    config = configured_for_beams(None)
     result["caches"] = {
-        name: scheduler(copy(allowed), specs).beam_off for name, specs in SPECS.items()
+        name: scheduler(copy(config), specs).beam_off for name, specs in SPECS.items()
     }
     stock = PretendedCuda.is_cuda
     PretendedCuda.is_cuda = classmethod(lambda cls: False)
-    config = SimpleNamespace(additional_config={"vllm_trie": {"allow_untested_gpu": True}})
-    config.scheduler_config = SimpleNamespace(scheduler_cls=None)
-    result["other"] = beam_support.reason_off(config)
+    other = SimpleNamespace(
+        additional_config=None, scheduler_config=SimpleNamespace(scheduler_cls=None)
+    )
+    result["other"] = beam_support.reason_off(other)
     PretendedCuda.is_cuda = stock
     return result
 

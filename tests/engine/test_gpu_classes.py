@@ -140,20 +140,19 @@ def test_the_plugin_leaves_the_cpus_worker_alone_on_a_gpu(pretended):
 
 @needs_triton
 def test_configurations_on_a_gpu(pretended):
-    assert "allow_untested_gpu=True" in pretended["not_allowed"]["refused"]
-    allowed = pretended["allowed"]
+    settings = pretended["settings"]
     for name in ("trees", "TRITON_ATTN", "FULL", "fp8"):
-        module, _, worker = allowed[name]["worker"].rpartition(".")
+        module, _, worker = settings[name]["worker"].rpartition(".")
         assert getattr(sys.modules[module], worker) is cuda_worker.TreeGPUWorker
-        assert allowed[name]["v2"]
-        assert allowed[name]["async"]
-        assert (allowed[name]["verification"], allowed[name]["tokens"]) == ("tree", 31)
-    assert "Model Runner V1 is not supported on NVIDIA GPUs" in allowed["V1"]["refused"]
-    assert "attention_backend='FLASH_ATTN'" in allowed["FLASH_ATTN"]["refused"]
-    assert "kv_cache_dtype='fp8_e5m2'" in allowed["fp8_e5m2"]["refused"]
-    assert "'float16' is not the model's dtype" in allowed["another dtype"]["refused"]
-    assert "verification='chain' runs here" in allowed["trees in stages"]["refused"]
-    assert "needs asynchronous scheduling" in allowed["synchronous stages"]["refused"]
+        assert settings[name]["v2"]
+        assert settings[name]["async"]
+        assert (settings[name]["verification"], settings[name]["tokens"]) == ("tree", 31)
+    assert "Model Runner V1 is not supported on NVIDIA GPUs" in settings["V1"]["refused"]
+    assert "attention_backend='FLASH_ATTN'" in settings["FLASH_ATTN"]["refused"]
+    assert "kv_cache_dtype='fp8_e5m2'" in settings["fp8_e5m2"]["refused"]
+    assert "'float16' is not the model's dtype" in settings["another dtype"]["refused"]
+    assert "verification='chain' runs here" in settings["trees in stages"]["refused"]
+    assert "needs asynchronous scheduling" in settings["synchronous stages"]["refused"]
 
 
 @needs_triton
@@ -167,16 +166,14 @@ def test_configurations_on_a_gpu(pretended):
     ],
 )
 def test_chains_run_on_the_runner_that_vllm_prefers(pretended, name, asynchronous):
-    chains = pretended["allowed"][name]
+    chains = pretended["settings"][name]
     assert chains["verification"] == "chain"
     assert (chains["v2"], chains["async"], chains["tokens"]) == (True, asynchronous, 8)
     assert chains["worker"].endswith("TreeGPUWorker")
 
 
 @needs_triton
-def test_chains_are_the_default_without_a_flag(pretended):
-    default = pretended["without a flag"]
-    assert default == pretended["allowed"]["default"]
+def test_the_line_at_the_start_names_the_defaults(pretended):
     (line,) = [line for line in pretended["lines"] if "vllm-trie is on" in line]
     assert "chains, on Model Runner V2 with asynchronous scheduling" in line
 
@@ -184,7 +181,7 @@ def test_chains_are_the_default_without_a_flag(pretended):
 @needs_triton
 def test_large_batches_draft_less(pretended):
     tiers = {
-        name: [(last, tokens) for _, last, tokens in pretended["allowed"][name]["tiers"]]
+        name: [(last, tokens) for _, last, tokens in pretended["settings"][name]["tiers"]]
         for name in ("default", "any length by Triton", "one length", "trees")
     }
     assert tiers["default"] == [(64, 8), (128, 4), (256, 2), (1 << 20, 0)]
@@ -209,7 +206,7 @@ def test_prefills_beside_running_requests(pretended, num_running, length):
 @needs_triton
 def test_vllm_takes_the_backend_and_captures_attention_in_graphs(pretended):
     for name in ("default", "trees"):
-        assert pretended["allowed"][name]["graphs"] == "FULL_AND_PIECEWISE"
+        assert pretended["settings"][name]["graphs"] == "FULL_AND_PIECEWISE"
     chosen = pretended["chosen"]
     assert chosen["backend"] == "TreeTritonAttentionBackend"
     # The mode, and the graphs of a step of full drafts and of one with other lengths.
@@ -249,33 +246,16 @@ def test_nothing_serves_before_the_check(monkeypatch):
 
 
 @needs_triton
-def test_beam_search_is_off_with_one_line_that_says_how_to_switch_it_on(beams):
-    off = beams["default"]
-    assert "never run on a GPU" in off["reason"]
-    assert '{"vllm_trie": {"allow_untested_gpu": True}}' in off["reason"]
-    assert off["scheduler"] == off["reason"]
-    assert off["lines"] == [f"Native beam search is off, vLLM's own serves: {off['reason']}"]
-
-
-@needs_triton
-def test_beam_search_is_on_where_the_user_allows_it(beams):
-    on = beams["allowed"]
+def test_beam_search_is_on_and_can_be_switched_off(beams):
+    on = beams["default"]
     assert on["reason"] is on["scheduler"] is None
-    (line,) = on["lines"]
-    assert "never run on a GPU" in line
+    assert on["lines"] == []
     # What vLLM chooses on a GPU, and what the tests in `beam/test_gpu.py` therefore run.
     assert on["v2"]
     assert on["asynchronous"]
-
-
-@needs_triton
-def test_the_option_for_beam_search_beside_others(beams):
+    assert beams["with_chains"] == on
     assert "['beam_search']=False" in beams["off"]["reason"]
-    assert beams["off"]["lines"] == []
     assert "'yes' must be True or False" in beams["yes"]["refused"]
-    with_trees = beams["with_trees"]
-    assert with_trees["reason"] is None
-    assert with_trees["v2"]
     assert "neither a CPU nor an NVIDIA GPU" in beams["other"]
 
 

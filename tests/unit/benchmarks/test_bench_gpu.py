@@ -94,19 +94,15 @@ def test_a_device_that_vllm_does_not_run_on_is_refused():
         device.check_device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("method", "allowed"), [(None, False), ("ngram", False), ("ngram_trie", True)]
-)
-def test_engines_on_a_gpu(method, allowed, monkeypatch):
+def test_engines_on_a_gpu(monkeypatch):
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(local_engine, "start_engine", lambda model, **all: started.append(all))
-    config = method and {"method": method}
+    config = {"method": "ngram_trie"}
     for where in ("cuda", "cpu"):
         device.start_engine("m", device=where, speculative_config=config, max_num_seqs=4)
     on_gpu, on_cpu = started
     assert on_cpu == {"speculative_config": config, "max_num_seqs": 4}
     assert (on_gpu["dtype"], on_gpu["enforce_eager"], on_gpu["max_num_seqs"]) == ("auto", False, 4)
-    assert bool((on_gpu["speculative_config"] or {}).get("allow_untested_gpu")) == allowed
 
 
 def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):

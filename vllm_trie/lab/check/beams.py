@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.platforms import current_platform
 
-from vllm_trie.lab.check.engines import ALLOWED, start_engine
+from vllm_trie.lab.check.engines import start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.vllm_hooks.scheduler.search_check import BLIND, reason_against_searches
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off
@@ -15,14 +15,7 @@ _LONGEST_PROMPT, _MAX_TOKENS = 200, 60
 
 def check_beams(settings: Settings, dtype: str) -> Outcome:
     """Search, and compute every hypothesis again as a prompt."""
-    llm = start_engine(
-        settings,
-        dtype,
-        _LONGEST_PROMPT,
-        _MAX_TOKENS,
-        max_num_seqs=32,
-        additional_config={"vllm_trie": ALLOWED},
-    )
+    llm = start_engine(settings, dtype, _LONGEST_PROMPT, _MAX_TOKENS, max_num_seqs=32)
     config = llm.llm_engine.vllm_config
     if reason := next(problems("beams", config), None):
         return Outcome(status="not applicable", summary=f"native beam search is off: {reason}")

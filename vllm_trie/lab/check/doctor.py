@@ -38,11 +38,6 @@ _NO_TORCH_COMPILER = (
     "vLLM's CPU build starts only with enforce_eager=True, and samples, computes log-probabilities "
     "and searches with beams only with TORCHDYNAMO_DISABLE=1 in the environment"
 )
-_UNTESTED = (
-    "speculation has never run on a GPU where it was written: chains check themselves at start-up, "
-    "trees start only with allow_untested_gpu=True. `vllm-trie validate --model MODEL` tries all "
-    "of it on this device; please report what it prints"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +259,6 @@ def describe_platform(look_at_device: bool = True) -> tuple[dict[str, Any], list
             capability = torch.cuda.get_device_capability(0)
             machine |= {"device": "cuda", "gpu": torch.cuda.get_device_name(0)}
             machine |= {"cuda": torch.version.cuda, "compute_capability": capability}
-            problems.append(_warning(_UNTESTED))
     except Exception as error:  # a torch of the wrong build fails with OSError and others
         problems.append(_error(f"torch does not import: {error}"))
     if machine["device"] == "cpu":

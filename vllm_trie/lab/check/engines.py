@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 NODES = 32
 """Nodes of a draft tree; chains take as many tokens at most."""
 CHAIN_TOKENS = 8
-ALLOWED = {"allow_untested_gpu": True}
-"""Without effect on a CPU."""
 
 
 def prompts(settings: Settings) -> list[list[int]]:

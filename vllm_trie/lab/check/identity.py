@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel
 
-from vllm_trie.lab.check.engines import ALLOWED, CHAIN_TOKENS, NODES, decode, prompts, start_engine
+from vllm_trie.lab.check.engines import CHAIN_TOKENS, NODES, decode, prompts, start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.lab.local_engine import without_memory
 from vllm_trie.lab.tiny_model import medusa_path
@@ -87,7 +87,6 @@ def compare_method(settings: Settings, dtype: str, method: str, verification: st
         "num_speculative_tokens": NODES if verification == "tree" else CHAIN_TOKENS,
         "node_budget": "fixed",  # drafts that cost more than they bring are verified too
         **without_memory(method),  # wrong drafts too: the prompts come twice
-        **ALLOWED,
     }
     if method == "medusa_dynamic":
         heads = str(medusa_path()) if settings.shipped else settings.heads

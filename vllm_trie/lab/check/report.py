@@ -71,19 +71,11 @@ class Report(BaseModel):
 def safe_options(parts: list[Part], reports: list[PartReport], device: str) -> list[str]:
     """Return what the passed parts allow on a device, ``"cpu"`` or ``"cuda"``.
 
-    A CPU needs no option to allow it; a GPU needs one, and more to have passed.
+    On a GPU more must have passed.
     """
     passed = {report.name for report in reports if report.status == "passed"}
     allowed = [part.allows for part in parts if part.allows and part.name in passed]
-    if device != "cuda":
-        return allowed
-    if not allowed or not passed.issuperset(BEFORE_OTHERS):
-        return []
-    switch = (
-        '`allow_untested_gpu`, in `speculative_config` or as `additional_config={"vllm_trie": '
-        '{"allow_untested_gpu": true}}`, on this device with this model for the lines below'
-    )
-    return [switch, *allowed]
+    return [] if device == "cuda" and not passed.issuperset(BEFORE_OTHERS) else allowed
 
 
 def _cell(text: str) -> str:

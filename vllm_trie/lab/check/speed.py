@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_trie.lab.check.engines import ALLOWED, NODES, prompts, start_engine
+from vllm_trie.lab.check.engines import NODES, prompts, start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.lab.demo.report import num_parameters
 from vllm_trie.lab.local_engine import generate, interleave, without_memory
@@ -23,7 +23,6 @@ METHODS: dict[str, dict[str, object] | None] = {
         "method": "ngram_trie",
         "num_speculative_tokens": NODES,
         **without_memory("ngram_trie"),
-        **ALLOWED,
     },
     # The last, as vLLM 0.32 starts no engine on a CPU in a process that has imported numba.
     "ngram": {"method": "ngram", "num_speculative_tokens": 5},

@@ -35,9 +35,6 @@ def run(
     dropped: Annotated[
         bool, typer.Option(help="Draw the candidates that were dropped, too.")
     ] = True,
-    allow_untested_gpu: Annotated[
-        bool, typer.Option(help="Switch native beam search on for a GPU, where it has never run.")
-    ] = False,
 ) -> None:
     """Run one search in its own engine, and draw it."""
     options = {
@@ -51,7 +48,6 @@ def run(
 
     llm = LLM(
         model_or_shipped(model),
-        additional_config={"vllm_trie": {"allow_untested_gpu": allow_untested_gpu}},
         max_num_seqs=max(width, 8),
         enforce_eager=True,
         kv_cache_memory_bytes=256 << 20,

@@ -34,12 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.vllm_hooks.ledger.record import of_beams
 from vllm_trie.vllm_hooks.scheduler.beams import BeamProxy
 from vllm_trie.vllm_hooks.scheduler.groups import BeamGroups, Outputs
-from vllm_trie.vllm_hooks.setup.beam_support import (
-    cache_reason,
-    reason_off,
-    say_where_untested,
-    switch_off,
-)
+from vllm_trie.vllm_hooks.setup.beam_support import cache_reason, reason_off, switch_off
 from vllm_trie.vllm_hooks.wire import is_search
 
 logger = init_logger(__name__)
@@ -53,7 +48,6 @@ class TrieBeamScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.beam_off = reason_off(self.vllm_config)
-        say_where_untested(self.vllm_config)
         if self.beam_off is None and (reason := cache_reason(self.kv_cache_config)):
             self.switch_off(reason)
         self.beam_groups = BeamGroups(self)

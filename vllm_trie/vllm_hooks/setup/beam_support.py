@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -14,15 +13,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_trie.items.trie_file import ItemsError, check_vocabulary, read_header
-from vllm_trie.vllm_hooks.setup.config import (
-    ALLOW_GPU,
-    BEAM_SEARCH,
-    ITEMS,
-    own_part,
-    spelled,
-    switch,
-)
-from vllm_trie.vllm_hooks.setup.limits import PLATFORM_LIMITS, UNTESTED_LIMITS, problems
+from vllm_trie.vllm_hooks.setup.config import ITEMS, own_part, spelled
+from vllm_trie.vllm_hooks.setup.limits import problems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-logger = init_logger(__name__)
 
 _OFF = "_vllm_trie_beams_off"
 """Attribute of a ``VllmConfig``: why the check at start-up has switched native searches off."""
@@ -81,25 +71,6 @@ def beam_slots(vllm_config: VllmConfig) -> int:
     scheduler = vllm_config.scheduler_config
     active = getattr(scheduler, "max_num_active_seqs", None)
     return scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
-
-
-def say_where_untested(vllm_config: VllmConfig) -> None:
-    """Log one line at start-up on a platform that beam search was not tested on."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return
-    reason = reason_off(vllm_config)
-    is_asked_for = switch(vllm_config, ALLOW_GPU) and switch(vllm_config, BEAM_SEARCH) is not False
-    platform_limits = PLATFORM_LIMITS + UNTESTED_LIMITS
-    if reason is None:
-        logger.warning(
-            "Native beam search is on by %s=True, after a check. It has never run on a GPU: before "
-            "you rely on it, run `vllm-trie validate --model MODEL`.",
-            ALLOW_GPU,
-        )
-    elif is_asked_for or reason in problems("beams", vllm_config, platform_limits):
-        logger.info("Native beam search is off, vLLM's own serves: %s", reason)
 
 
 def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:

@@ -27,7 +27,7 @@ ITEMS = "items"
 BEAM_KEYS = frozenset({BEAM_SEARCH, ITEMS})
 """Keys that are not options of a speculative method."""
 ALLOW_GPU = "allow_untested_gpu"
-"""True switches tree speculation and native beam search on where they have never run."""
+"""Without effect since both have run on a GPU; still accepted."""
 SWITCHES = (BEAM_SEARCH, ALLOW_GPU)
 
 VERIFICATION = "verification"
@@ -77,9 +77,8 @@ class EngineOptions(BaseModel):
     )
     allow_untested_gpu: bool = Field(
         default=False,
-        description="Allow trees and native beam search on an NVIDIA GPU, where they have never "
-        "run; start-up checks both. For beam search alone it may stand in additional_config "
-        "without a method. Does nothing on a CPU.",
+        description="Has no effect since 0.6, and is accepted for one more release: trees and "
+        "native beam search need no permission on an NVIDIA GPU.",
     )
     trace_path: str | None = Field(
         default=None,

