@@ -1,8 +1,8 @@
 """A few native beam searches on a GPU, before an engine serves.
 
-No GPU was at hand where the plugin was written. Searches of several widths therefore run through
-the whole engine, across two KV blocks and beside ordinary requests, and every hypothesis is
-computed again as a prompt, in one go. The same search without its copies of KV must fail that
+Searches ran on one device, an H200. Those of several widths therefore run through the whole engine,
+across two KV blocks and beside ordinary requests, and every hypothesis is computed again as a
+prompt, in one go. The same search without its copies of KV must fail that
 comparison. An engine whose searches raise or are wrong serves with vLLM's own beam search.
 """
 

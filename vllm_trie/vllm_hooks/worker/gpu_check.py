@@ -1,8 +1,8 @@
 """The check of tree attention and compaction on a GPU, before an engine serves from it.
 
-The GPU's classes have never run on a GPU where they were written. A user who allows them must not
-get a wrong token. Random steps therefore go through the layers' own attention, in their own cache,
-and the results are compared with float64. A failure refuses the start.
+Tree attention ran on one device, an H200: others, or another Triton, must not give a wrong token.
+Random steps therefore go through the layers' own attention, in their own cache, and the results are
+compared with float64. A failure refuses the start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A few prompts decoded with and without drafts on the device, before an engine serves.
 
-No GPU was at hand where the plugin was written. An engine whose drafts raise, change greedy output,
+Drafts ran on one device, an H200, in bfloat16. An engine whose drafts raise, change greedy output,
 or make decoding slower therefore serves without them.
 
 Among the prompts are a sampled one, one with a grammar, one with vLLM's adapter of zeros where LoRA
