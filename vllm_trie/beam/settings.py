@@ -62,9 +62,9 @@ def _encodable(text: str) -> str:
 
 
 _Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-_TextId = Annotated[str, AfterValidator(_encodable)]
+_Text = Annotated[str, AfterValidator(_encodable)]
 _Ids = Annotated[
-    Annotated[list[_Id], _Entries] | Annotated[list[_TextId], _Entries],
+    Annotated[list[_Id], _Entries] | Annotated[list[_Text], _Entries],
     BeforeValidator(_from_json),
 ]
 _Prefix = Annotated[
@@ -121,7 +121,7 @@ class BeamOptions(BaseModel):
     detokenize: _Flag = Field(
         default=True, description="Return the text of outputs; false saves the time."
     )
-    items: str | None = Field(
+    items: _Text | None = Field(
         default=None,
         description="Name of a catalogue of the engine: every hypothesis is one of its items.",
     )

@@ -82,8 +82,9 @@ def test_a_search_ignores_a_prediction(engine):
     plain, predicted = llm.generate([source] * 2, given, use_tqdm=False)
     assert [o.token_ids for o in predicted.outputs] == [o.token_ids for o in plain.outputs]
     assert not hasattr(predicted.outputs[0], "accepted_prediction_tokens")
-    with pytest.raises(ValueError, match="prediction: got 5, allowed is a text or a list"):
-        llm.generate([source], beam_params(4, prediction=5), use_tqdm=False)
+    for wrong, shown in ((5, "5"), (b"abc", "b'abc'"), ("\ud800", r"'\\ud800'")):
+        with pytest.raises(ValueError, match=f"prediction: got {shown}, allowed is .*text"):
+            llm.generate([source], beam_params(4, prediction=wrong), use_tqdm=False)
 
 
 def test_logprobs_when_asked(engine, eos_heavy_model):

@@ -8,12 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
+from vllm.tokenizers import get_tokenizer
 
 from vllm_trie.beam import OPTION_NAMES, parse_options
+from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args, check_speculation
+from vllm_trie.vllm_hooks.frontend.predictions import with_packed
 from vllm_trie.vllm_hooks.frontend.requests import check_api_request
-from vllm_trie.vllm_hooks.wire import CACHE_SALT, SPEC_KEY
+from vllm_trie.vllm_hooks.wire import CACHE_SALT, PREDICTION, SPEC_KEY
 
 ENGINE: Any = SimpleNamespace(kv_transfer_config=None)
 
@@ -48,6 +52,23 @@ def test_what_the_plugin_tells_itself_is_not_for_requests(key, check, instead, v
     assert f" {instead}" in str(error.value).replace("'", "")
     check(ENGINE, SimpleNamespace(extra_args={"something": value}))
     check(ENGINE, SimpleNamespace(extra_args=None))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "allowed"),
+    [
+        (b"abc", "a text or a list of token ids"),
+        (b"abcdabcd", "a text or a list of token ids"),
+        ("\ud800", "text without lone surrogates"),
+        ([1, 10**6], r"ids in \[0, 100\)"),
+    ],
+)
+def test_predictions_that_cannot_be_read(prediction, allowed):
+    """Bytes of token ids are how a prediction travels to the worker, which believes them."""
+    model: Any = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
+    params = SamplingParams(extra_args={PREDICTION: prediction})
+    with pytest.raises(VLLMClientError, match=f"prediction: got .*, allowed is {allowed};"):
+        with_packed(SimpleNamespace(model_config=model), params, get_tokenizer(model_path()))
 
 
 def check(extra_args: dict[str, Any] | None, *processors: str, connector: Any = None) -> None:
@@ -99,6 +120,14 @@ def test_the_work_for_a_request_is_bounded(extra_args, message, leader):
 
 PREFIXES = f"[{','.join(['[' + '-1,' * 20 + '-1]'] * 4000)}]"
 """84,000 wrong tokens, in a size that is allowed."""
+
+
+@pytest.mark.parametrize("name", ["items", "allow_items", "deny_items", "normalize"])
+def test_half_of_a_surrogate_pair_is_refused_by_name(name):
+    text = "\ud800"
+    value = [text] if name.endswith("_items") else text
+    with pytest.raises(ValueError, match=rf"{name}: .*\\ud800"):
+        parse_options({"beam_width": 4, "items": "a", name: value})
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ _predicted = Symbols(until="vLLM takes predicted outputs")
 # -- requests --------------------------------------------------------------------------------------
 
 
+class _Packed(bytes):
+    """A prediction that was checked and tokenized; the bytes of a request may be anything."""
+
+
 def text_of_field(prediction: object) -> str:
     """Return the text of OpenAI's field ``prediction``.
 
@@ -63,7 +67,7 @@ def text_of_field(prediction: object) -> str:
 
 def pack(
     vllm_config: VllmConfig, prediction: object, tokenizer: TokenizerLike | None
-) -> bytes | None:
+) -> _Packed | None:
     """Return a prediction's token ids as they travel; None where it has no effect.
 
     Args:
@@ -74,7 +78,7 @@ def pack(
     Raises:
         SpeculationRequestError: Naming the field, what is allowed and what to do.
     """
-    if isinstance(prediction, bytes):
+    if isinstance(prediction, _Packed):
         return prediction
     model = vllm_config.model_config
     limit = model.max_model_len
@@ -84,6 +88,10 @@ def pack(
             raise _refusal("a text", "token ids where the engine has no tokenizer")
         size = len(prediction)
         if size <= limit * tokenizer.max_chars_per_token:  # longer ones are not worth the time
+            try:
+                prediction.encode()
+            except UnicodeEncodeError:
+                raise _refusal(shown(prediction), "text without lone surrogates") from None
             prediction = tokenizer.encode(prediction, add_special_tokens=False)
     if isinstance(prediction, list):
         size = len(prediction)
@@ -102,7 +110,7 @@ def pack(
             "the plugin; start it with one, as --spec-method ngram_trie"
         )
         return None
-    return np.array(prediction, dtype=np.int32).tobytes() or None
+    return _Packed(np.array(prediction, dtype=np.int32).tobytes())
 
 
 def _refusal(given: str, allowed: str) -> SpeculationRequestError:
@@ -118,12 +126,10 @@ def with_packed(vllm_config: VllmConfig, params: Any, tokenizer: TokenizerLike |
     if PREDICTION not in extra_args:
         return params
     packed = pack(vllm_config, extra_args[PREDICTION], tokenizer)
-    if packed is extra_args[PREDICTION] and not is_search(params):
-        return params
     params = params.clone()
     params.extra_args = {key: value for key, value in extra_args.items() if key != PREDICTION}
     if packed is not None and not is_search(params):
-        params.extra_args[PREDICTION] = packed
+        params.extra_args[PREDICTION] = bytes(packed)  # vLLM's messages take no subclass
     return params
 
 
