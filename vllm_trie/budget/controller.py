@@ -175,6 +175,16 @@ class NodeBudget:
         """Set a first estimate of the duration of a step with `num_tokens` tokens."""
         self.cost.expect(num_tokens, seconds)
 
+    def expect_wait(self, unwaited: float, waited: float) -> None:
+        """Set a first estimate of what the wait costs where drafting waits.
+
+        Args:
+            unwaited, waited: Seconds of a step without it and with it. What steps were expected to
+                take is without it.
+        """
+        self.cost.lengthen(max(waited - unwaited, 0.0))
+        self._unwaited_share = min(unwaited / waited, 1.0)
+
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in the measured duration of one decoding step without drafting."""
         self.cost.observe(num_tokens, seconds)

@@ -52,6 +52,12 @@ class StepCost:
         self._expected[num_tokens] = max(seconds, 1e-9)
         self._table = np.empty(0)
 
+    def lengthen(self, seconds: float) -> None:
+        """Add to the expected duration of steps of all sizes."""
+        for num_tokens in self._expected:
+            self._expected[num_tokens] += seconds
+        self._table = np.empty(0)
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one measured step; `num_tokens` counts its nodes, too."""
         if not self.known:

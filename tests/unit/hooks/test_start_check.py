@@ -91,6 +91,27 @@ def test_drafts_of_the_check_are_right_but_for_some(monkeypatch) -> None:
     assert draft([]) == [3, 5]
 
 
+def test_the_wait_is_measured_by_steps_without_drafts() -> None:
+    drafters: list[Any] = []
+    guard: Any = SimpleNamespace(drafter=SimpleNamespace(context=make_context()))
+
+    def run(name: str, num_drafts: int) -> Any:
+        drafters.append(guard.drafter)
+        return decoded([7, 8], {"plain": 2.0, "waited": 3.0}.get(name, 3.5), 2.0)
+
+    decoder: Any = SimpleNamespace(
+        prompts=[GREEDY], dtype=torch.float32, run=run, compile=lambda num_drafts: None
+    )
+    adapter: Any = SimpleNamespace(
+        trees=SimpleNamespace(guard=guard), begin=lambda: None, num_places=4
+    )
+    budget = MagicMock()
+    assert start_check._compare(decoder, adapter, budget) is None
+    budget.expect_wait.assert_called_once_with(2.0, 3.0)
+    (tree,) = drafters[-1].propose([DraftRequest("a", np.array([1, 7], dtype=np.int32), 1, 4, 4)])
+    assert tree.num_nodes == 0
+
+
 class _Rank:
     """One of two processes that decode together, with vLLM's groups and without its model.
 

@@ -42,6 +42,9 @@ class Stock:
     def sample_tokens(self, grammar_output: Any) -> None:
         assert self.execute_model_state is None  # so vLLM's own returns None
 
+    def _dummy_run(self, num_tokens: int, **options: Any) -> dict[str, Any]:
+        return {"num_tokens": num_tokens, **options}
+
     def initialize_kv_cache(self, config: Any, is_profiling: bool, context: Any) -> None:
         if self.speculator.enable_adaptive_verification:
             raise ValueError("this backend takes one length only")
@@ -86,6 +89,12 @@ def test_graphs_of_one_length_where_a_backend_takes_no_others():
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[]))
     assert not runner.speculator.enable_adaptive_verification
     assert attached == ["cache"]
+
+
+def test_steps_are_profiled_without_context():
+    """As `AdaptiveVerificationManager.batches_to_profile` asks for them."""
+    made = make_runner()[0]._dummy_run(num_tokens=8, context_len=8192, is_profile=True)
+    assert made == {"num_tokens": 8, "is_profile": True}
 
 
 def test_a_failed_step_has_no_tokens():

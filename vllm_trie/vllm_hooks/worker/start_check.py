@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
+    from vllm_trie.budget import NodeBudget
     from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 
 NUM_LIKELIEST = 6
@@ -108,7 +109,7 @@ class _KnownAnswers(Drafter):
             text = request.token_ids.tolist()
             prompt, output = text[: request.num_prompt_tokens], text[request.num_prompt_tokens :]
             length = min(request.max_nodes, request.max_depth)
-            path = self._answers[tuple(prompt)][len(output) :][:length]
+            path = self._answers.get(tuple(prompt), [])[len(output) :][:length]
             if path and len(output) % _ERROR_EVERY == 0:
                 path[-1] = (path[-1] + 1) % self.context.vocab_size
             paths.append(path)
@@ -167,7 +168,7 @@ def reason_against_drafts(
         with runner.maybe_setup_dummy_loras(runner.lora_config):
             decoder = _Decoder(worker, adapter, agreement)
             if decoder.prompts:
-                why = _compare(decoder, adapter)
+                why = _compare(decoder, adapter, budget)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     finally:
@@ -177,8 +178,11 @@ def reason_against_drafts(
     return agreement.reason(why)
 
 
-def _compare(decoder: _Decoder, adapter: V2Adapter) -> str | None:
-    """Decode without drafts and with them; return what speaks against them."""
+def _compare(decoder: _Decoder, adapter: V2Adapter, budget: NodeBudget | None) -> str | None:
+    """Decode without drafts and with them; return what speaks against them.
+
+    Let the budget expect the wait of steps that draft, which vLLM's profile of steps leaves out.
+    """
     guard = adapter.trees.guard
     decoder.run("compiling_plain", num_drafts=0)
     plain = decoder.run("plain", num_drafts=0)
@@ -192,6 +196,10 @@ def _compare(decoder: _Decoder, adapter: V2Adapter) -> str | None:
     # Twice, as another program may slow one down; not only then, as ranks run the same steps.
     runs = [decoder.run(f"drafted{i}", adapter.num_places) for i in range(2)]
     drafted = min(runs, key=lambda run: run.step_seconds)
+    if budget is not None:
+        guard.drafter = _KnownAnswers(guard.drafter.context, {})
+        waited = decoder.run("waited", adapter.num_places)
+        budget.expect_wait(plain.step_seconds, waited.step_seconds)
     allowed = near_tie(decoder.dtype)
     wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
     return next(filter(None, wrong), None) or _slowdown(plain, drafted)

@@ -222,6 +222,13 @@ class RunnerV2Mixin(_Runner):
         logits = model.compute_logits(hidden_states.new_zeros(rows, hidden_states.shape[1]))
         logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
 
+    @_runner.overrides(
+        "steps are profiled without the context that vLLM gives each token, as drafts share "
+        "their request's"
+    )
+    def _dummy_run(self, num_tokens: int, *args: Any, context_len: int = 0, **kwargs: Any) -> Any:
+        return super()._dummy_run(num_tokens, *args, **kwargs)
+
     @_runner.overrides("forgets ended requests")
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().finish_requests(scheduler_output)
