@@ -25,6 +25,7 @@ ROW_TOKENS = 8
 MAX_ORDER = 8
 """Longest context that is looked up by default, in tokens."""
 _NONE = -1
+_ALL = 1 << 31
 LIBRARY = NativeLibrary("ngrams", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("*.hpp")))
 _PACK_BATCH = LIBRARY.layout("DraftBatch").pack
 _PACK_BLEND = LIBRARY.layout("Blend").pack
@@ -56,13 +57,16 @@ class NativeIndex:
     def num_bytes(self) -> int:
         return int(self._library.ngram_index_num_bytes(self.handle))
 
-    def add_text(self, token_ids: np.ndarray) -> int:
-        """Add a text of int32 tokens (negative ones separate); returns its number."""
+    def add_text(self, token_ids: np.ndarray, text: int | None = None) -> int:
+        """Add a text of int32 tokens (negative ones separate), or append them to one; return its
+        number."""
         tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
-        text = self._library.ngram_index_add(self.handle, tokens.ctypes.data, len(tokens))
-        if text == _NONE:
+        number = self._library.ngram_index_add(
+            self.handle, _NONE if text is None else text, tokens.ctypes.data, len(tokens)
+        )
+        if number == _NONE:
             raise MemoryError("no memory for the n-grams of a text")
-        return int(text)
+        return int(number)
 
     def synchronize_prompt(self, token_ids: np.ndarray) -> None:
         """Give text 0 these int32 tokens: append what is new."""
@@ -82,9 +86,10 @@ class NativeIndex:
             raise MemoryError("no memory for the n-grams of a text")
         return int(text)
 
-    def remove_text(self, text: int) -> None:
-        """Take a text out again. No branch may continue it."""
-        if self._library.ngram_index_remove(self.handle, text) == _NONE:
+    def remove_text(self, text: int, num_tokens: int = _ALL) -> None:
+        """Take a text out again, or its last tokens, to which none is added any more. No branch may
+        continue it."""
+        if self._library.ngram_index_remove(self.handle, text, num_tokens) == _NONE:
             raise KeyError(f"the index holds no text {text}")
 
     def arrays(self) -> tuple[bytes, bytes]:

@@ -128,9 +128,10 @@ class NgramIndex:
         """The tokens of each text, by its number; empty where one was removed."""
         return {number: text.token_ids for number, text in self._texts.items()}
 
-    def add_text(self, token_ids: Sequence[int] | np.ndarray) -> int:
-        """Add a text; negative tokens separate. Returns its number."""
-        text = self._begin_text(_Text(0, [], [self.root]))
+    def add_text(self, token_ids: Sequence[int] | np.ndarray, text: int | None = None) -> int:
+        """Add a text (negative tokens separate), or append to one. Returns its number."""
+        if text is None:
+            text = self._begin_text(_Text(0, [], [self.root]))
         self._append_all(text, token_ids)
         return text
 
@@ -245,9 +246,11 @@ class NgramIndex:
         tokens = self._texts[place.text].token_ids
         return tokens[place.position] if place.position < len(tokens) else -1
 
-    def remove_text(self, text: int) -> None:
-        """Take a text out again. No branch may continue it."""
+    def remove_text(self, text: int, num_tokens: int | None = None) -> None:
+        """Take a text out again, or its last tokens, to which none is added any more. No branch may
+        continue it."""
         tokens = self._texts[text].token_ids
+        size = 0 if num_tokens is None else max(len(tokens) - num_tokens, 0)
         width = self.max_order + 1
         # The nodes of all its n-grams, by start and length.
         grams: dict[tuple[int, int], Node] = {}
@@ -259,7 +262,7 @@ class NgramIndex:
                     break
                 grams[start, length] = node = child
         # From the end of the text: an n-gram goes after all those that begin with it.
-        for end in range(len(tokens) - 1, self._texts[text].context_size - 1, -1):
+        for end in range(len(tokens) - 1, max(size, self._texts[text].context_size) - 1, -1):
             if tokens[end] < 0:
                 continue
             self.num_tokens -= 1
@@ -277,8 +280,10 @@ class NgramIndex:
                 longer_vanished = gram.count == 0
                 if longer_vanished:
                     self._remove(gram)
-        self._texts[text] = _Text(0, [], [])
-        self._free_texts.append(text)
+        del tokens[size:]
+        if not tokens:
+            self._texts[text] = _Text(0, [], [])
+            self._free_texts.append(text)
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None

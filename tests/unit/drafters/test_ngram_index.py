@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -64,15 +66,24 @@ def nodes_of(index: NgramIndex) -> dict[Gram, Node]:
 
 
 def apply(index: NgramIndex | native.NativeIndex, edits: list[list[int] | int]) -> list[list[int]]:
-    """Make the edits; returns the texts that are left."""
+    """Make the edits, each in two parts around the next one; returns the texts that are left."""
     left: list[tuple[int, list[int]]] = []
+    finish: Callable[[], object] = int
     for edit in edits:
         if isinstance(edit, int):
+            finish()
+            finish = int
             if left:
-                number, _ = left.pop(edit % len(left))
-                index.remove_text(number)
+                number, text = left.pop(edit % len(left))
+                index.remove_text(number, len(text) // 2)
+                finish = partial(index.remove_text, number)
         else:
-            left.append((index.add_text(np.array(edit, dtype=np.int32)), edit))
+            parts = np.array_split(np.array(edit, dtype=np.int32), 2)
+            number = index.add_text(parts[0])
+            finish()
+            finish = partial(index.add_text, parts[1], number)
+            left.append((number, edit))
+    finish()
     return [text for _, text in left]
 
 

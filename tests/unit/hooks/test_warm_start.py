@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
 from vllm_trie.drafters import Drafter
-from vllm_trie.store import Identity, StoredText, StoreHeader, read_store, write_store
+from vllm_trie.store import Identity, Slot, StoredText, StoreHeader, read_store, write_store
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.worker import warm_start as module
 from vllm_trie.vllm_hooks.worker.warm_start import WarmStart
@@ -144,6 +144,31 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
     idle, _ = start(tmp_path)
     idle.close()
     assert len(threads) == 2
+
+
+def test_a_save_that_is_slow_keeps_its_file(tmp_path, monkeypatch):
+    begun, go_on, write = threading.Event(), threading.Event(), write_store
+
+    def slow(*content: Any) -> None:
+        begun.set()
+        assert go_on.wait(30.0)
+        write(*content)
+
+    monkeypatch.setattr(module, "write_store", slow)
+    monkeypatch.setattr(module, "_LAST_SAVE", 0.01)
+    saving, drafter = start(tmp_path)
+    answer(drafter, ANSWER)
+    monkeypatch.setattr(saving, "_next_save", 0.0)
+    saving.tick()
+    assert begun.wait(30.0)
+    saving.close()
+    other = Slot.claim(tmp_path, IDENTITY)
+    go_on.set()
+    finish_job(saving)
+    [path] = tmp_path.glob("*.store")
+    assert other.path != path
+    assert len(read_store(path).texts) == 2
+    assert Slot.claim(tmp_path, IDENTITY).path == path
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monkeypatch):

@@ -15,7 +15,7 @@ from vllm_trie.drafters.base import Drafter, DrafterContext, DraftRequest, Logit
 from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafters.ngram_trie.recycling import Recycling
 from vllm_trie.drafters.ngram_trie.store import RequestStore, prompt_print
-from vllm_trie.drafters.request_texts import IndexedText, RequestTexts
+from vllm_trie.drafters.request_texts import STEP_TOKENS, IndexedText, RequestTexts
 from vllm_trie.ngrams import Blend, Job, NativeBackend, Recycled, Rows, Source
 from vllm_trie.ngrams.corpus_file import (
     CorpusError,
@@ -115,6 +115,8 @@ class NgramTrieDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self._corpus = self._newest_corpus()
+        if self.store is not None:
+            self.store.take_in(STEP_TOKENS)
         texts = self._texts.update(requests)
         drafts = self._backend.draft_batch(
             [self._job(request, text, 0) for request, text in zip(requests, texts, strict=True)]
@@ -145,6 +147,8 @@ class NgramTrieDrafter(Drafter):
     def restore(self, texts: Sequence[StoredText]) -> None:
         if self.store is not None:
             self.store.restore(texts)
+            if not self._prompts:  # nobody waits
+                self.store.take_in(self.options.store_tokens)
 
     def share(self, replicas: Replicas) -> None:
         self._prompt_key = replicas.prompt_key

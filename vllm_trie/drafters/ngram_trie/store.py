@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ from vllm_trie.store import PROMPT_BYTES, StoredText, newest, salt_digest
 if TYPE_CHECKING:
     from vllm_trie.store.replicas import Replicas
 
+_Key = tuple[bytes, int]
+"""Digest of a salt, and a text's number in its index."""
 PROMPT_TOKENS = 32
 """Of a prompt's end that its fingerprint covers: a chat template's tail, and more."""
 
@@ -31,7 +33,8 @@ class RequestStore:
 
     Requests with different cache salts never see one another's text: each salt has its own index
     (requests without a salt share one). The bound is over all salts together; the text that was
-    added or matched longest ago goes first.
+    added or matched longest ago goes first, from its end on. Long texts come and go in parts: an
+    engine's step waits for each.
 
     Salts are kept as digests, as in the file of a warm start. Of a prompt, its fingerprint is kept,
     so that a request that repeats it finds the answer from the first token.
@@ -45,10 +48,16 @@ class RequestStore:
         self._max_order = max_order
         self._max_tokens = max_tokens
         self._indexes: dict[bytes, NativeIndex] = {}
-        # (digest of the salt, number in its index) -> text, least recently used first.
-        self._texts: OrderedDict[tuple[bytes, int], StoredText] = OrderedDict()
-        self._answers: dict[bytes, tuple[bytes, int]] = {}  # prompt -> key of its latest answer
-        self._digests: set[int] = set()  # of the texts
+        # By key, least recently used first.
+        self._texts: OrderedDict[_Key, StoredText] = OrderedDict()
+        self._answers: dict[bytes, _Key] = {}  # prompt -> key of its latest answer
+        self._digests: set[int] = set()  # of the texts, and of those that wait
+        self._waiting: deque[StoredText] = deque()
+        self._num_waiting = 0  # their tokens
+        # The text of which a part is indexed, its key and the size of the part; and that of which a
+        # part is left.
+        self._entering: tuple[StoredText, _Key, int] | None = None
+        self._leaving: tuple[_Key, int] | None = None
         self.num_tokens = 0
         self._replicas: Replicas | None = None
 
@@ -57,8 +66,8 @@ class RequestStore:
         return self._indexes.get(salt_digest(cache_salt))
 
     def add(self, cache_salt: str | None, token_ids: np.ndarray, prompt: bytes = b"") -> None:
-        """Add an output, and remove the oldest that no longer fit; of a text longer than the whole
-        store, keep the end.
+        """Let an output wait for :meth:`take_in`; of a text longer than the whole store, keep the
+        end.
 
         Args:
             cache_salt: Of the request.
@@ -69,6 +78,31 @@ class RequestStore:
         self._add(text)
         if self._replicas is not None and len(token_ids):
             self._replicas.publish(text)
+
+    def take_in(self, max_tokens: int) -> None:
+        """Index texts that wait, of the last one a part, and remove the oldest that no longer fit;
+        `max_tokens` of either at most."""
+        while max_tokens > 0 and (self._entering or self._waiting):
+            if self._entering is None:
+                text, number, size = self._waiting.popleft(), None, 0
+                self._num_waiting -= len(text.token_ids)
+            else:
+                text, (_, number), size = self._entering
+            part = text.token_ids[size : size + max_tokens]
+            self._make_room(len(part))
+            index = self._indexes.get(text.salt)
+            if index is None:
+                index = self._indexes[text.salt] = self._backend.new_index(self._max_order)
+            key = text.salt, index.add_text(part, number)
+            self.num_tokens += len(part)
+            max_tokens -= len(part)
+            size += len(part)
+            self._entering = text, key, size
+            if size == len(text.token_ids):
+                self._entering = None
+                self._texts[key] = text
+                if text.prompt:
+                    self._answers[text.prompt] = key
 
     def listen(self, cache_salt: str | None) -> None:
         """Hear what replicas publish for a salt."""
@@ -88,10 +122,11 @@ class RequestStore:
 
     def texts(self) -> list[StoredText]:
         """Return all texts, least recently used first; their arrays never change."""
-        return list(self._texts.values())  # an engine's step waits for it
+        entering = [] if self._entering is None else [self._entering[0]]
+        return [*self._texts.values(), *entering, *self._waiting]  # an engine's step waits for it
 
     def restore(self, texts: Sequence[StoredText]) -> None:
-        """Add texts of other engines, least recently used first; those that fit.
+        """Let texts of other engines wait, least recently used first; those that fit.
 
         Those that the store has are left out: a file and replicas may hold the same.
         """
@@ -107,35 +142,39 @@ class RequestStore:
         """Forget all texts, also those that replicas have published."""
         if self._replicas is not None:
             self._replicas.forget()
-        while self._texts:
-            self._remove_oldest()
+        for container in (self._indexes, self._texts, self._answers, self._digests, self._waiting):
+            container.clear()
+        self._entering = self._leaving = None
+        self.num_tokens = self._num_waiting = 0
 
     def _add(self, text: StoredText) -> None:
-        salt, token_ids, prompt = text
-        if len(token_ids) == 0:
+        if len(text.token_ids) == 0:
             return
-        while self.num_tokens + len(token_ids) > self._max_tokens:
-            self._remove_oldest()
-        index = self._indexes.get(salt)
-        if index is None:
-            index = self._indexes[salt] = self._backend.new_index(self._max_order)
-        key = salt, index.add_text(token_ids)
-        self._texts[key] = text
+        self._waiting.append(text)
         self._digests.add(_digest(text))
-        if prompt:
-            self._answers[prompt] = key
-        self.num_tokens += len(token_ids)
+        self._num_waiting += len(text.token_ids)
+        while self._num_waiting > self._max_tokens:  # nobody drafts, so nobody takes them in
+            oldest = self._waiting.popleft()
+            self._digests.discard(_digest(oldest))
+            self._num_waiting -= len(oldest.token_ids)
 
-    def _remove_oldest(self) -> None:
-        (salt, number), text = self._texts.popitem(last=False)
-        self._digests.discard(_digest(text))
-        self.num_tokens -= len(text.token_ids)
-        if self._answers.get(text.prompt) == (salt, number):
-            del self._answers[text.prompt]
-        index = self._indexes[salt]
-        index.remove_text(number)
-        if index.num_tokens == 0:
-            del self._indexes[salt]
+    def _make_room(self, num_tokens: int) -> None:
+        """Remove the ends of the oldest texts until so many tokens fit."""
+        while (excess := self.num_tokens + num_tokens - self._max_tokens) > 0:
+            if self._leaving is None:
+                key, text = self._texts.popitem(last=False)
+                self._digests.discard(_digest(text))
+                if self._answers.get(text.prompt) == key:
+                    del self._answers[text.prompt]
+                self._leaving = key, len(text.token_ids)
+            key, size = self._leaving
+            removed = min(size, excess)
+            index = self._indexes[key[0]]
+            index.remove_text(key[1], removed)
+            self.num_tokens -= removed
+            self._leaving = (key, size - removed) if removed < size else None
+            if index.num_tokens == 0:
+                del self._indexes[key[0]]
 
 
 def _digest(text: StoredText) -> int:

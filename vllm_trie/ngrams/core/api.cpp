@@ -78,10 +78,12 @@ extern "C" int64_t ngram_index_num_bytes(const Index* index) { return index->num
 extern "C" int64_t ngram_index_num_tokens(const Index* index) { return index->num_tokens(); }
 extern "C" int64_t ngram_index_num_nodes(const Index* index) { return index->num_nodes(); }
 
-// Add a text; negative tokens separate. Returns its number, or kNone without memory.
-extern "C" int32_t ngram_index_add(Index* index, const int32_t* tokens, int64_t num_tokens) {
+// Append to a text, or to a new one if it is kNone; negative tokens separate. Returns its number, or
+// kNone without memory.
+extern "C" int32_t ngram_index_add(Index* index, int32_t doc, const int32_t* tokens,
+                                   int64_t num_tokens) {
     return without_throwing([&] {
-        const int32_t doc = index->begin_text();
+        if (doc == kNone) doc = index->begin_text();
         index->reserve(doc, num_tokens);
         for (int64_t i = 0; i < num_tokens; ++i) index->append(doc, tokens[i]);
         return doc;
@@ -103,10 +105,17 @@ extern "C" int32_t ngram_index_branch(Index* index, const int32_t* context, int3
     return without_throwing([&] { return index->begin_branch(context, size); });
 }
 
-extern "C" int32_t ngram_index_remove(Index* index, int32_t doc) {
+// Take out the last tokens of a text; its number is free where none is left. Returns 0, or kNone if
+// there is no such text.
+extern "C" int32_t ngram_index_remove(Index* index, int32_t doc, int64_t num_tokens) {
     if (!index->has_text(doc)) return kNone;
     return without_throwing([&] {
-        index->remove_text(doc);
+        const int64_t size = index->size(doc) - num_tokens;
+        if (size > 0) {
+            index->shorten(doc, static_cast<int32_t>(size));
+        } else {
+            index->remove_text(doc);
+        }
         return 0;
     });
 }

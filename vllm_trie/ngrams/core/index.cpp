@@ -137,29 +137,39 @@ int32_t Index::length(int32_t id) const {
 }
 
 void Index::remove_text(int32_t doc) {
-    const std::vector<int32_t>& text = owned_[doc];
-    const int32_t size = static_cast<int32_t>(text.size());
+    shorten(doc, 0);
+    std::vector<int32_t>().swap(owned_[doc]);
+    texts_[doc] = {nullptr, 0};
+    states_[doc] = {};
+    free_docs_.push_back(doc);
+}
+
+void Index::shorten(int32_t doc, int32_t size) {
+    std::vector<int32_t>& text = owned_[doc];
+    const int32_t old_size = static_cast<int32_t>(text.size());
     const int32_t width = max_order_ + 1;
-    // found[start * width + length - 1]: node of the n-gram, kNone where it is not a node.
-    std::vector<int32_t> found(static_cast<size_t>(size) * width, kNone);
-    for (int32_t start = 0; start < size; ++start) {
+    const int32_t first = std::max(size - max_order_, 0);  // where n-grams begin that go
+    // found[(start - first) * width + length - 1]: node of the n-gram, kNone where it is not a node.
+    std::vector<int32_t> found(static_cast<size_t>(old_size - first) * width, kNone);
+    for (int32_t start = first; start < old_size; ++start) {
         int32_t node = kRoot;
-        for (int32_t length = 1; length <= width && start + length <= size; ++length) {
+        for (int32_t length = 1; length <= width && start + length <= old_size; ++length) {
             const int32_t token = text[start + length - 1];
             if (token < 0) break;
             node = view().find(node, token);
             if (node == kNone) break;
-            found[static_cast<size_t>(start) * width + length - 1] = node;
+            found[static_cast<size_t>(start - first) * width + length - 1] = node;
         }
     }
     // From the end of the text: an n-gram goes after all those that begin with it.
-    for (int32_t end = size - 1; end >= states_[doc].context_size; --end) {
+    for (int32_t end = old_size - 1; end >= std::max(size, states_[doc].context_size); --end) {
         if (text[end] < 0) continue;
         int32_t longest = 1;
         while (longest < width && end - longest >= 0 && text[end - longest] >= 0) ++longest;
         bool longer_vanished = true;
         for (int32_t length = longest; length >= 1; --length) {
-            const int32_t id = found[static_cast<size_t>(end - length + 1) * width + length - 1];
+            const int32_t start = end - length + 1;
+            const int32_t id = found[static_cast<size_t>(start - first) * width + length - 1];
             if (id == kNone) continue;  // it occurred here alone, and vanishes with the text
             const bool is_top = length == width;
             --upkeep_[id].count;
@@ -169,10 +179,9 @@ void Index::remove_text(int32_t doc) {
         }
         --num_tokens_;
     }
-    std::vector<int32_t>().swap(owned_[doc]);
-    texts_[doc] = {nullptr, 0};
-    states_[doc] = {};
-    free_docs_.push_back(doc);
+    text.resize(size);
+    states_[doc].open.clear();
+    texts_[doc] = {text.data(), size};
 }
 
 int32_t Index::new_node(int32_t parent, int32_t token, int32_t doc, int32_t pos) {

@@ -130,9 +130,12 @@ class Index {
     void reserve(int32_t doc, int64_t num_tokens);
     // Take a text out again, as if it had never been added. No branch may continue it.
     void remove_text(int32_t doc);
+    // Take out what is behind the first `size` tokens of a text, which takes none any more.
+    void shorten(int32_t doc, int32_t size);
     bool has_text(int32_t doc) const {
         return doc >= 0 && doc < static_cast<int32_t>(owned_.size()) && texts_[doc].size > 0;
     }
+    int32_t size(int32_t doc) const { return texts_[doc].size; }
     int32_t last_text(int32_t node) const { return upkeep_[node].last_doc; }
     const std::vector<Node>& nodes() const { return nodes_; }
     const std::vector<int32_t>& table() const { return table_; }

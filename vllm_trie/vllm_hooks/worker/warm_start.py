@@ -82,7 +82,8 @@ class WarmStart:
         is_due = now >= self._next_save and self._slot is not None
         if is_due and not (self._job and self._job.is_alive()):
             self._next_save = now + INTERVAL
-            self._job = threading.Thread(target=self._write, args=self._snapshot(), daemon=True)
+            arguments = (self._slot, *self._snapshot())
+            self._job = threading.Thread(target=self._write, args=arguments, daemon=True)
             self._job.start()
 
     def close(self) -> None:
@@ -95,9 +96,11 @@ class WarmStart:
             return
         if self._job is not None:
             self._job.join(_LAST_SAVE)
-        if self._has_served and not (self._job and self._job.is_alive()):
-            self._write(*self._snapshot())
         self._slot = None
+        if self._job is not None and self._job.is_alive():
+            return  # it writes to the file, whose lock goes with it
+        if self._has_served:
+            self._write(slot, *self._snapshot())
         slot.release()
 
     def _snapshot(self) -> tuple[StoreHeader, Sequence[StoredText]]:
@@ -108,10 +111,7 @@ class WarmStart:
             logger.warning("drafter %r has nothing to save", self._drafter.name, exc_info=True)
         return StoreHeader(**self._identity._asdict(), saved_at=time.time()), saved
 
-    def _write(self, header: StoreHeader, texts: Sequence[StoredText]) -> None:
-        slot = self._slot
-        if slot is None:
-            return
+    def _write(self, slot: Slot, header: StoreHeader, texts: Sequence[StoredText]) -> None:
         try:
             write_store(slot.path, header, texts)
         except Exception as error:  # a full disk, a folder that is gone
