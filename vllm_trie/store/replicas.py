@@ -9,7 +9,8 @@ A stream holds the texts of one model, tokenizer and cache salt, the latest `MAX
     t    tokens, int32, little-endian
     d    BLAKE2b of the stream's name and of the other fields
 
-An engine reads the streams of the salts that its own requests have. Whoever may read the server
+An engine reads the streams of the salts that its own requests have, each from a position that is an
+id of the stream or a time of the server: clocks of engines may differ. Whoever may read the server
 reads texts of users.
 """
 
@@ -21,7 +22,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -41,7 +42,13 @@ MAX_TOKENS = 1 << 16
 MAX_STREAMS = 1024
 """Of the salts that were used last."""
 MAX_WAITING = 1024
-"""Texts that wait for the server, or for the engine."""
+"""Texts that wait for the server."""
+MAX_INCOMING = 1 << 20
+"""Tokens that wait for the engine, without those of the last read."""
+CHECK = 5.0
+"""Seconds between two looks whether streams began anew."""
+RETRY = 300.0
+"""Seconds without an attempt to read a stream that cannot be read."""
 WAIT = 0.2
 """Seconds that a read waits for texts of others, and own texts for the read."""
 LONGEST_PAUSE = 30.0
@@ -50,6 +57,7 @@ _TIMEOUT = 5.0
 _ENTRIES_AT_ONCE = 64
 _FIELDS = frozenset((b"v", b"e", b"p", b"t", b"d"))
 _START = b"0-0"
+_WRONG_TYPE = "WRONGTYPE"
 USER, PASSWORD = "VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"
 """Environment variables."""
 
@@ -82,11 +90,14 @@ class Replicas:
         self._client = connect(url, user, password)
         self._outgoing: deque[StoredText] = deque(maxlen=MAX_WAITING)
         self._incoming: deque[StoredText] = deque()
-        # Of each salt in use, the last used one last: the stream's name and its last entry read.
-        self._streams: OrderedDict[bytes, bytes] = OrderedDict()
+        # Of each salt in use, the last used one last: the stream's name, and the position behind
+        # which it is read; None: behind what it holds.
+        self._streams: OrderedDict[bytes, bytes | None] = OrderedDict()
         self._salts: dict[bytes, bytes] = {}
-        self._first = _START  # where other streams begin
+        self._first: bytes | None = _START  # position of other streams; None: the present time
         self._lock = threading.Lock()  # of these three
+        self._unusable: dict[bytes, float] = {}  # streams, and when to try them again
+        self._next_check = 0.0  # by time.monotonic
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-trie-replicas", daemon=True)
         self._thread.start()
@@ -116,11 +127,10 @@ class Replicas:
         return texts
 
     def forget(self) -> None:
-        """Drop what came in, and hear only what is published from now on, by this machine's
-        clock."""
+        """Drop what came in, and hear only what is published from now on."""
         with self._lock:
-            self._first = b"%d-0" % (1000 * time.time())
-            self._streams = OrderedDict.fromkeys(self._streams, self._first)
+            self._first = None
+            self._streams = OrderedDict.fromkeys(self._streams)
             self._incoming.clear()
 
     def close(self) -> None:
@@ -160,6 +170,7 @@ class Replicas:
         while self._outgoing:
             with self._client.pipeline(transaction=False) as pipeline:
                 seconds, _ = self._client.time()
+                names = []
                 for _ in range(min(len(self._outgoing), _ENTRIES_AT_ONCE)):
                     # Taken out first: a text that the server refuses does not stop the others.
                     text = self._outgoing.popleft()
@@ -169,27 +180,138 @@ class Replicas:
                     oldest = f"{(int(seconds) - MAX_AGE) * 1000}-0"
                     pipeline.xtrim(name, minid=oldest, approximate=False)
                     pipeline.expire(name, MAX_AGE)
+                    names += [name] * 3
                 # An error that the client raises would quote the text.
-                for answer in pipeline.execute(raise_on_error=False):
-                    if isinstance(answer, Exception):
+                for name, answer in zip(names, pipeline.execute(raise_on_error=False), strict=True):
+                    if str(answer).startswith(_WRONG_TYPE):
+                        self._set_aside(name, answer)
+                    elif isinstance(answer, Exception):
                         raise answer
 
     def _read(self) -> None:
+        """Read a few entries of each stream; wait for some if there are none."""
         with self._lock:
-            streams: Any = dict(self._streams)
-            salts = dict(self._salts)
-        if not streams or len(self._incoming) >= MAX_WAITING:
+            streams = dict(self._streams)
+            is_behind = None in (self._first, *streams.values())
+        if is_behind or time.monotonic() >= self._next_check:
+            self._check(streams)
+            self._next_check = time.monotonic() + CHECK
+        names = [name for name in streams if self._is_usable(name)]
+        if not names or self._is_full:
             self._ending.wait(WAIT)
             return
-        count, block = max(_ENTRIES_AT_ONCE // len(streams), 1), int(1000 * WAIT)
-        answer: Any = self._client.xread(streams, count=count, block=block)
+        has_read = False
+        for start in range(0, len(names), _ENTRIES_AT_ONCE):
+            some = names[start : start + _ENTRIES_AT_ONCE]
+            is_last = start + _ENTRIES_AT_ONCE >= len(names)
+            block = int(1000 * WAIT) if is_last and not has_read else None
+            while some := self._read_streams(some, block):  # those with more, perhaps
+                has_read, block = True, None
+                if self._outgoing or self._is_full or self._ending.is_set():
+                    break
+
+    @property
+    def _is_full(self) -> bool:
+        return sum(len(text.token_ids) for text in list(self._incoming)) >= MAX_INCOMING
+
+    def _read_streams(self, names: Sequence[bytes], block: int | None) -> list[bytes]:
+        """Read some entries of streams; return the streams that had any.
+
+        One that cannot be read does not keep the others from it.
+        """
+        from redis.exceptions import ResponseError
+
+        from vllm_trie.store.bounded_reply import ReplyTooLarge
+
+        with self._lock:
+            streams: Any = {name: self._streams.get(name) for name in names}
+        streams = {name: position for name, position in streams.items() if position is not None}
+        if not streams:
+            return []
+        count = max(_ENTRIES_AT_ONCE // len(streams), 1)
+        try:
+            answer: Any = self._client.xread(streams, count=count, block=block)
+        except (ResponseError, ReplyTooLarge) as error:
+            if len(streams) > 1:
+                return [name for name in streams if self._read_streams([name], None)]
+            [name] = streams
+            try:  # one entry may be what is too large
+                answer = self._client.xread(streams, count=1)
+            except (ResponseError, ReplyTooLarge):
+                self._set_aside(name, error)
+                return []
         for name, entries in answer or ():
-            texts = [self._checked(name, salts[name], fields) for _, fields in entries]
-            with self._lock:
-                # Neither dropped nor begun anew meanwhile.
-                if entries and self._streams.get(name) == streams[name]:
-                    self._streams[name] = entries[-1][0]
-                    self._incoming.extend(text for text in texts if text is not None)
+            salt = self._salts.get(name)
+            if salt is None or not entries:  # dropped meanwhile
+                continue
+            texts = [self._checked(name, salt, fields) for _, fields in entries]
+            heard = [text for text in texts if text is not None]
+            self._move(name, streams[name], entries[-1][0], heard)
+        return [name for name, _ in answer or ()]
+
+    def _move(
+        self,
+        name: bytes,
+        before: bytes | None,
+        position: bytes,
+        heard: Sequence[StoredText] = (),
+    ) -> None:
+        """Read a stream from another position on, and take in what was heard up to there, unless it
+        was dropped or begun anew meanwhile."""
+        with self._lock:
+            if name in self._streams and self._streams[name] == before:
+                self._streams[name] = position
+                self._incoming.extend(heard)
+
+    def _check(self, streams: Mapping[bytes, bytes | None]) -> None:
+        """Find positions, and streams that have begun anew: their newest id is before what was
+        read, as after FLUSHALL on a server whose clock was put back."""
+        seconds, microseconds = self._client.time()
+        now = b"%d-0" % (1000 * int(seconds) + int(microseconds) // 1000)
+        with self._lock:
+            first = self._first = self._first or now
+        names = [name for name in streams if self._is_usable(name)]
+        for name, info in zip(names, self._describe(names), strict=True):
+            position, newest = streams[name], _START
+            if not isinstance(info, Exception):
+                newest = info["last-generated-id"]
+            elif "no such key" not in str(info):
+                self._set_aside(name, info)
+                continue
+            if position is None:
+                self._move(name, None, newest)
+            elif _order(newest) < _order(position):
+                # Behind a time the stream may have nothing yet.
+                self._move(name, position, newest if position == first else _START)
+
+    def _describe(self, names: Sequence[bytes]) -> list[Any]:
+        """Return what the server says of each stream, or the error that it makes."""
+        from vllm_trie.store.bounded_reply import ReplyTooLarge
+
+        with self._client.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.xinfo_stream(name)
+            try:
+                return pipeline.execute(raise_on_error=False)
+            except ReplyTooLarge as error:
+                if len(names) == 1:
+                    return [error]
+        return [info for name in names for info in self._describe([name])]
+
+    def _is_usable(self, name: bytes) -> bool:
+        return time.monotonic() >= self._unusable.get(name, 0.0)
+
+    def _set_aside(self, name: bytes, error: object) -> None:
+        """Leave a stream that cannot be read alone for a while."""
+        level = logging.DEBUG if name in self._unusable else logging.WARNING
+        self._unusable[name] = time.monotonic() + RETRY
+        logger.log(
+            level,
+            "the option 'store': the texts of one cache salt are not shared with other replicas, "
+            "as the server's key %r cannot be used; delete it: %s",
+            name.decode(),
+            error,
+        )
 
     def _checked(
         self, name: bytes, salt: bytes, fields: Mapping[bytes, bytes]
@@ -221,6 +343,8 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
         from redis import Redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
+
+        from vllm_trie.store.bounded_reply import BoundedParser
     except ImportError:
         raise ValueError(
             "the option 'store' needs the package redis: pip install 'vllm-trie[replicas]'"
@@ -238,6 +362,7 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
         client: Redis = Redis.from_url(
             url,
             protocol=2,
+            parser_class=BoundedParser,
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=_TIMEOUT,
             socket_timeout=_TIMEOUT,
@@ -282,6 +407,10 @@ def _digest(*parts: bytes) -> bytes:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+def _order(position: bytes) -> list[int]:
+    return list(map(int, position.split(b"-")))
 
 
 def _encoded(part: object) -> bytes:
