@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.drafters import DRAFTERS, OracleDrafter
@@ -167,6 +169,77 @@ def check_outputs_beside_aborts(
     assert differences([expected[i] for i in survivors], outputs) == []
     # Requests that have ended are forgotten in the next step.
     generate(llm, [prompt], SamplingParams(temperature=0.0, max_tokens=2))
+
+
+def session_answers(
+    llm: Any,
+    sessions: Sequence[Sequence[list[int]]],
+    params: SamplingParams,
+    waits: bool,
+    others: tuple[Sequence[Prompt], SamplingParams] = ((), SamplingParams()),
+) -> tuple[list[list[list[int]]], list[Any]]:
+    """Answers of sessions, whose prompts come in parts, and outputs of requests next to them.
+
+    Args:
+        sessions: The parts of each prompt.
+        waits: whether a part is sent when the last one is answered, or all at once.
+        others: prompts and parameters of the other requests.
+
+    Returns:
+        The output tokens of each part of each session; the others' outputs.
+    """
+    core = llm.llm_engine
+    params = params.clone()
+    params.output_kind = RequestOutputKind.DELTA
+    rest = [list(parts) for parts in sessions]
+    answers: list[list[list[int]]] = [[[]] for _ in sessions]
+    outputs: dict[int, Any] = {}
+
+    def send(index: int) -> None:
+        part = rest[index].pop(0) if rest[index] else None
+        request = core.input_processor.process_inputs(
+            f"session-{index}",
+            {"prompt_token_ids": list(part or [0])},
+            params,
+            core.get_supported_tasks(),
+            resumable=part is not None,
+        )
+        request.external_req_id = request.request_id
+        # As in the front end's process: it adds the parts to its list of tokens.
+        core.output_processor.add_request(copy.deepcopy(request), None)
+        core.engine_core.add_request(request)
+
+    for index, parts in enumerate(sessions):
+        for _ in range(1 if waits else len(parts) + 1):
+            send(index)
+    for index, prompt in enumerate(others[0]):
+        core.add_request(f"other-{index}", prompt, others[1])
+    while core.has_unfinished_requests():
+        for output in core.step():
+            kind, _, number = output.request_id.partition("-")
+            index, out = int(number), output.outputs[0]
+            if kind == "other":
+                outputs |= {index: output} if output.finished else {}
+                continue
+            answers[index][-1] += out.token_ids
+            if out.finish_reason is not None:
+                answers[index].append([])
+                if waits:
+                    send(index)
+    return [some[:-1] for some in answers], [outputs[i] for i in range(len(outputs))]
+
+
+def session_texts(
+    sessions: Sequence[Sequence[list[int]]], answers: Sequence[Sequence[list[int]]]
+) -> list[Prompt]:
+    """The texts that the parts of sessions were answered behind."""
+    texts: list[Prompt] = []
+    for parts, some in zip(sessions, answers, strict=True):
+        text: list[int] = []
+        for part, answer in zip(parts, some, strict=True):
+            texts.append({"prompt_token_ids": [*text, *part]})
+            text += part + answer[:-1]  # vLLM drops the last token of an answer
+    return texts
 
 
 @contextmanager

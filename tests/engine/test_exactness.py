@@ -15,6 +15,8 @@ from tests.engine.compare import (
     generate,
     plain_outputs,
     preemptions,
+    session_answers,
+    session_texts,
     speculation,
 )
 from tests.engine.conftest import scheduler_of, trees_of
@@ -111,6 +113,27 @@ def test_no_answer_waits_for_a_drafter(engine, expected, monkeypatch):
     assert check_same_outputs(llm, expected[:2], GREEDY, 2) > 0.2
     assert calls[:4] == ["tokens", "draft"] * 2
     assert ("draft", "draft") not in pairwise(calls)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_streaming_input(engine, expected, waits):
+    """Prompts that come in parts, each answered until a stop token or a limit, next to others."""
+    stops = [o.outputs[0].token_ids[9 + i] for i, o in enumerate(expected[:6])]
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=stops)
+    places = [slice(0, 40), slice(40, 42), slice(42, 43), slice(43, 60)]
+    sessions = [[p["prompt_token_ids"][place] for place in places] for p in prompts(6)]
+    others = prompts(3), GREEDY
+    plain, ended = session_answers(engine(), sessions, params, waits, others)
+    assert [len(answers) for answers in plain] == [4] * 6
+    assert differences(expected[:3], ended) == []
+    # For drafts that go on behind a stop token.
+    plain_outputs(engine(), session_texts(sessions, plain), GREEDY)
+    llm = engine(**speculation("test_oracle", 32))
+    before = accepted_tokens(llm)
+    answers, ended = session_answers(llm, sessions, params, waits, others)
+    assert answers == plain
+    assert differences(expected[:3], ended) == []
+    assert accepted_tokens(llm) > before + 100
 
 
 def test_chunked_prefill(engine, expected):

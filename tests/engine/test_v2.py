@@ -46,6 +46,11 @@ def test_trees_give_the_sampled_tokens_of_plain_v2(results) -> None:
     assert tokens > steps
 
 
+@pytest.mark.parametrize("which", ["trees", "synchronous trees", "synchronous", "asynchronous"])
+def test_streaming_input(results, which) -> None:
+    assert results[which]["sessions"]
+
+
 def test_trees_beside_structured_outputs(results) -> None:
     assert results["trees"]["structured"] == []
 

@@ -35,6 +35,8 @@ from tests.engine.compare import (
     differences,
     generate,
     preemptions,
+    session_answers,
+    session_texts,
     tell_oracle,
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
@@ -66,6 +68,12 @@ TEXTS = [
     {"prompt_token_ids": prompt["prompt_token_ids"][:length]}
     for prompt, length in zip(prompts(len(LENGTHS)), LENGTHS, strict=True)
 ]
+
+SESSIONS = [
+    [text[:-2], text[-2:-1], text[-1:]]
+    for text in (some["prompt_token_ids"] for some in (TEXTS[0], TEXTS[2]))
+]
+"""The parts of prompts."""
 
 
 def greedy(**options: Any) -> SamplingParams:
@@ -243,6 +251,7 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     seeded = generate(llm, TEXTS[:4], SEEDS_WITHOUT_DRAFTS)
     result["seeds"] = differences(plain["seeds"][:3], seeded[:3])
     result["structured"] = differences(plain["structured"], structured(llm))
+    result["sessions"] = sessions(llm, plain["stops"]) == plain["sessions"]
     result |= predicted(llm, plain["long"])
     put_in(llm, ChainOracle)
     steps, tokens = totals.steps, totals.tokens
@@ -282,6 +291,7 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
         "greedy": differences(plain["greedy"], outputs),
         "preempted": len(preempted),
         "greedy_steps": [totals.steps, totals.tokens],
+        "sessions": sessions(llm, plain["stops"]) == plain["sessions"],
     }
     if is_async:
         tell_oracle(plain["seeds"])
@@ -373,6 +383,11 @@ def structured(llm: LLM) -> list[Any]:
     return generate(llm, TEXTS[1:3], [params, greedy()])
 
 
+def sessions(llm: LLM, stops: list[int]) -> list[list[list[int]]]:
+    """The answers to prompts that come in parts."""
+    return session_answers(llm, SESSIONS, greedy(stop_token_ids=stops), waits=False)[0]
+
+
 def predicted(llm: LLM, answers: list[Any]) -> dict[str, Any]:
     """Decode with the answers as predictions: what differs, and what was accepted of them."""
     tokens = [list(answer.outputs[0].token_ids) for answer in answers[:2]]
@@ -456,7 +471,11 @@ def compare_all(folder: Path) -> dict[str, Any]:
         "adapters": adapters,
         "adapted": adapted(llm, adapters),
     }
+    plain["stops"] = [answers[0][4] for answers in sessions(llm, [])]
+    plain["sessions"] = sessions(llm, plain["stops"])
     tell_oracle(plain["long"])
+    # For drafts that go on behind a stop token.
+    tell_oracle(generate(llm, session_texts(SESSIONS, plain["sessions"]), greedy()))
     result: dict[str, Any] = {"v1": differences(expected, plain["long"])}
     synchronous = {"async_scheduling": False, **ADAPTERS}
     result["trees"] = run_trees(engine(speculative_config=TREES), plain)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request, StreamingUpdate
 
 GIVING_SHARE = 0.125
 """Share of the steps whose drafts may give way."""
@@ -79,6 +79,21 @@ def add_request(original: Callable[..., Result], self: Scheduler, request: Reque
         extra = request.sampling_params.extra_args or {}
         request.sampling_params.extra_args = {**extra, CACHE_SALT: request.cache_salt}
     return original(self, request)
+
+
+@_scheduler.wraps(
+    "_update_request_as_session",
+    "a streaming session goes on without the draft tokens that were accepted behind its stop, and "
+    "without the draft that followed them",
+    until="vLLM drops them",
+)
+def update_request_as_session(
+    original: Callable[..., Result], self: Scheduler, session: Request, update: StreamingUpdate
+) -> Result:
+    # Plain decoding has not computed the last token of an answer, which vLLM drops.
+    session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+    session.spec_token_ids = []
+    return original(self, session, update)
 
 
 @_scheduler.wraps("update_from_output", "takes the worker's statistics from its output")
