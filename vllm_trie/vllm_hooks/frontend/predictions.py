@@ -211,6 +211,7 @@ def new_completion_output(
 ) -> CompletionOutput:
     output = original(self, *args, **kwargs)
     if (counts := getattr(self, "prediction_counts", None)) is not None:
+        assert self.detokenizer is not None
         accepted, rejected = counts
         # Tokens behind a stop are cut off, and accepted tokens may be among them.
         num_cut = max(accepted - self.detokenizer.num_output_tokens(), 0)
