@@ -32,6 +32,7 @@ from tests.processes import environment, run_python
 from vllm_trie.drafters import available_methods
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.ngrams.corpus_file import write_corpus
+from vllm_trie.refusal import RefusedError
 from vllm_trie.vllm_hooks import ledger, plugin
 from vllm_trie.vllm_hooks.ledger import Patch, record
 from vllm_trie.vllm_hooks.setup import arguments as misspelled
@@ -71,7 +72,7 @@ def engine_config(**options: Any) -> Any:
 
 def refusal(**options: Any) -> str:
     """The message with which a configuration is refused."""
-    with pytest.raises(ValueError, match=r"\w") as caught:
+    with pytest.raises(RefusedError, match=r"\w") as caught:
         engine_config(**options)
     return str(caught.value)
 

@@ -31,7 +31,7 @@ def floors(*names: str) -> dict[str, int]:
 
 FLOORS = {
     "vllm_trie": floors(
-        "sealed_copy",
+        "refusal sealed_copy",
         "native checked_file watched_file device_copy",
         "store tree",
         "ngrams attention beam trace_file",

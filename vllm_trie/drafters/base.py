@@ -156,7 +156,7 @@ class Drafter(ABC):
             draft_model: As in `DrafterContext`.
 
         Raises:
-            ValueError: Naming the file, what is wrong with it and what to do.
+            RefusedError: Naming the file, what is wrong with it and what to do.
         """
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from vllm_trie.drafters.base import Drafter
+from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -72,17 +73,17 @@ def get_drafter_class(method: str) -> type[Drafter]:
     """Return the drafter class of a method; built-in names cannot be overridden.
 
     Raises:
-        ValueError: The method is unknown, or its entry point is not a `Drafter`.
+        RefusedError: The method is unknown, or its entry point is not a `Drafter`.
     """
     if method in _registered:
         return _registered[method]
     point = _BUILT_IN.get(method) or _entry_points().get(method)
     if point is None:
         allowed = ", ".join(available_methods())
-        raise ValueError(f"method {method!r} is not a drafting method; allowed: {allowed}")
+        raise RefusedError(f"method {method!r} is not a drafting method; allowed: {allowed}")
     loaded = point.load()
     if not _is_drafter(loaded):
-        raise ValueError(
+        raise RefusedError(
             f"method {method!r}: the entry point {point.value!r} is not a subclass of "
             "vllm_trie.drafters.Drafter; correct it in the package that registers it"
         )
@@ -93,7 +94,7 @@ def parse_options(method: str, mapping: Mapping[str, object]) -> BaseModel:
     """Check a method's options and fill in defaults.
 
     Raises:
-        ValueError: Naming each wrong option, the value received and what is allowed.
+        RefusedError: Naming each wrong option, the value received and what is allowed.
     """
     return validated(get_drafter_class(method).Options, mapping, method)
 
@@ -102,7 +103,7 @@ def validated(options: type[OptionsT], mapping: Mapping[str, object], method: st
     """Return some of a method's options, checked.
 
     Raises:
-        ValueError: As :func:`parse_options`.
+        RefusedError: As :func:`parse_options`.
     """
     try:
         return options.model_validate(dict(mapping))
@@ -115,7 +116,7 @@ def validated(options: type[OptionsT], mapping: Mapping[str, object], method: st
             for problem in every
             if _removed(problem) or not {*problem["loc"][:1]} & removed
         ]
-        raise ValueError(f"options of method {method!r}: {'; '.join(problems)}") from None
+        raise RefusedError(f"options of method {method!r}: {'; '.join(problems)}") from None
 
 
 def _removed(problem: ErrorDetails) -> str | None:

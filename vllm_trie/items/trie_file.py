@@ -26,12 +26,13 @@ from pydantic import ConfigDict, Field
 
 from vllm_trie.checked_file import CheckedFormat, SizedHeader
 from vllm_trie.items.trie import IdTexts, ItemTrie, find_fault
+from vllm_trie.refusal import RefusedError
 
 MAX_NODES = 2**31 - 2
 """Node numbers, and the number of nodes plus one, are int32."""
 
 
-class ItemsError(ValueError):
+class ItemsError(RefusedError):
     """A catalogue cannot be built or used. The message names the file, the reason, the remedy."""
 
 

@@ -24,9 +24,10 @@ from pydantic import ConfigDict, Field
 from vllm_trie.checked_file import CheckedFormat, SizedHeader
 from vllm_trie.ngrams import native
 from vllm_trie.ngrams.native import MAX_ORDER
+from vllm_trie.refusal import RefusedError
 
 
-class CorpusError(ValueError):
+class CorpusError(RefusedError):
     """A corpus file cannot be used. The message names the file, the reason and the remedy."""
 
 

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from vllm_trie.refusal import RefusedError
 from vllm_trie.store.folder import KEY_BYTES, Identity
 from vllm_trie.store.store_file import PROMPT_BYTES, StoredText
 
@@ -337,7 +338,7 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
     """Return a client, which connects with its first command.
 
     Raises:
-        ValueError: The URL is none of a server, or the package `redis` is missing.
+        RefusedError: The URL is none of a server, or the package `redis` is missing.
     """
     try:
         from redis import Redis
@@ -346,11 +347,11 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
 
         from vllm_trie.store.bounded_reply import BoundedParser
     except ImportError:
-        raise ValueError(
+        raise RefusedError(
             "the option 'store' needs the package redis: pip install 'vllm-trie[replicas]'"
         ) from None
     if not url.startswith(("redis://", "rediss://")):
-        raise ValueError(
+        raise RefusedError(
             "the option 'store' must be redis://HOST:PORT/DATABASE or rediss:// with TLS; for a "
             "folder take the option 'store_path'"
         )
@@ -358,7 +359,7 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
     try:
         database = urlsplit(url).path.strip("/")
         if database and not database.isdecimal():
-            raise ValueError(f"its database is {database!r}; it must be a number, 0 for example")
+            raise RefusedError(f"its database is {database!r}; it must be a number, 0 for example")
         client: Redis = Redis.from_url(
             url,
             protocol=2,
@@ -369,7 +370,7 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
             **{name: value for name, value in given.items() if value},
         )
     except ValueError as error:
-        raise ValueError(f"the option 'store' is no URL of a server: {error}") from None
+        raise RefusedError(f"the option 'store' is no URL of a server: {error}") from None
     return client
 
 

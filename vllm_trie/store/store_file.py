@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 
 from vllm_trie.checked_file import CheckedFormat, SizedHeader
+from vllm_trie.refusal import RefusedError
 
 MAX_TOKENS = 1 << 22
 """Most tokens of a file, 16 MiB; of a larger store, those used last are kept."""
@@ -35,7 +36,7 @@ _TEXTS_AT_ONCE = 256
 _NO_SALT = b""
 
 
-class StoreError(ValueError):
+class StoreError(RefusedError):
     """A store file cannot be used. The message names the file, the reason and the remedy."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm_trie.vllm_hooks.setup import beam_support
 from vllm_trie.vllm_hooks.setup import translate as translation
 from vllm_trie.vllm_hooks.setup.arguments import meant, refuse_misspelled_method
 from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, PROPOSER_CLASS, read
+from vllm_trie.vllm_hooks.setup.refusal import refusing_start
 from vllm_trie.vllm_hooks.setup.translate import (
     DEFAULT_NODES,
     MAX_NODES,
@@ -304,3 +306,23 @@ def test_catalogues_that_cannot_be_served(tmp_path, monkeypatch):
     monkeypatch.setattr(beam_support, "reason_off", lambda config: "it is switched off")
     with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
         beam_support.check_catalogues(serving(path))
+
+
+def test_bugs_keep_their_traceback_where_refusals_become_a_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/vllm", "serve", "model"])
+    with pytest.raises(SystemExit) as ended, refusing_start():
+        translate(arguments({**TRIE, "store_tokens": "many"}))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("vllm serve: error: options of method 'ngram_trie': store_tokens='many'")
+    assert said.count("\n") == 1
+    with pytest.raises(ValueError, match="invalid literal"), refusing_start():
+        int("no number")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", Path(beam_support.__file__).parent.glob("*.py"), ids=lambda p: p.stem
+)
+def test_the_checks_raise_what_is_shown_as_a_line(path):
+    assert "raise ValueError" not in path.read_text()

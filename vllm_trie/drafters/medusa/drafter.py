@@ -19,6 +19,7 @@ from vllm_trie.drafters.medusa.output_layer import target_output_layer
 from vllm_trie.drafters.medusa.reading import CheckpointError, check_file, load_checkpoint
 from vllm_trie.drafters.request_texts import INDEX_TOKENS, IndexedText, RequestTexts
 from vllm_trie.ngrams import Candidates, Job, NativeBackend
+from vllm_trie.refusal import RefusedError
 from vllm_trie.tree import TokenTree
 
 _NO_HEADS = (
@@ -47,7 +48,7 @@ class MedusaDrafter(Drafter):
     def __init__(self, options: MedusaOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
         if context.draft_model is None:
-            raise ValueError(_NO_HEADS)
+            raise RefusedError(_NO_HEADS)
         self._device = torch.device(context.device)
         self._dtype = getattr(torch, context.dtype)
         self._backend = NativeBackend(BLEND)
@@ -61,7 +62,7 @@ class MedusaDrafter(Drafter):
     @classmethod
     def check_files(cls, options: MedusaOptions, vocab_size: int, draft_model: str | None) -> None:
         if draft_model is None:
-            raise ValueError(_NO_HEADS)
+            raise RefusedError(_NO_HEADS)
         check_file(draft_model)
 
     def load_model(self, target_model: nn.Module) -> None:

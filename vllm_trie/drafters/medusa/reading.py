@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
+from vllm_trie.refusal import RefusedError
 
 FILE_NAMES = (
     "model.safetensors",
@@ -39,7 +40,7 @@ _PREFIXES = ("medusa_heads.", "medusa_head.", "medusa.")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(RefusedError):
     """A Medusa checkpoint cannot be used; the message says why and what to do."""
 
 

@@ -214,7 +214,7 @@ def watch_corpus(path: str | None, context: DrafterContext) -> Callable[[], Nati
     the first one.
 
     Raises:
-        ValueError: The file cannot be used, or was not built with the model's tokenizer.
+        RefusedError: The file cannot be used, or was not built with the model's tokenizer.
         RuntimeError: The compiled core, which alone reads corpora, is not available.
     """
     if path is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vllm_trie.drafters import available_methods
+from vllm_trie.refusal import RefusedError
 from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Symbols
 
 ALIAS = "--speculative-model"
@@ -81,7 +82,7 @@ def refuse_misspelled_method(engine_args: Any) -> None:
     """Refuse engine arguments that misspell a method of vllm-trie.
 
     Raises:
-        ValueError: Naming the method that was probably meant, and all others.
+        RefusedError: Naming the method that was probably meant, and all others.
     """
     speculative = engine_args.speculative_config or {}
     if not isinstance(speculative, Mapping):
@@ -89,13 +90,13 @@ def refuse_misspelled_method(engine_args: Any) -> None:
     methods = list(filter(None, (engine_args.spec_method, speculative.get("method"))))
     for name in methods:
         if method := meant(name, vllm_methods()):
-            raise ValueError(f"speculative method {_question(name, method)}")
+            raise RefusedError(f"speculative method {_question(name, method)}")
     if methods:
         return
     for name in filter(None, (engine_args.spec_model, speculative.get("model"))):
         method = meant(name, similarity=_SIMILAR_MODEL)
         if method and not Path(name).exists():
-            raise ValueError(f"speculative model {_question(name, method)}")
+            raise RefusedError(f"speculative model {_question(name, method)}")
 
 
 def vllm_methods() -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_trie.items.trie_file import ItemsError, check_vocabulary, read_header
+from vllm_trie.refusal import RefusedError
 from vllm_trie.vllm_hooks.setup.config import ITEMS, own_part, spelled
 from vllm_trie.vllm_hooks.setup.limits import problems
 
@@ -100,15 +101,15 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
     """Refuse catalogues that the engine cannot serve; reads their headers.
 
     Raises:
-        ValueError: Native beam search is off, or a file is missing, damaged, or has tokens outside
-            the vocabulary.
+        RefusedError: Native beam search is off, or a file is missing, damaged, or has tokens
+            outside the vocabulary.
     """
     paths = catalogue_paths(vllm_config)
     if not paths:
         return
     reason = reason_off(vllm_config)
     if reason is not None:
-        raise ValueError(f"{spelled(ITEMS)} cannot be served: {reason}")
+        raise RefusedError(f"{spelled(ITEMS)} cannot be served: {reason}")
     vocab_size = vllm_config.model_config.get_vocab_size()
     for name, path in paths.items():
         try:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_trie.drafters import available_methods, parse_options
 from vllm_trie.drafters.neural import NeuralOptions
 from vllm_trie.drafters.registry import validated
+from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,29 +111,30 @@ def own_part(additional_config: object) -> Mapping[str, Any]:
     """Return the plugin's part, empty if there is none.
 
     Raises:
-        ValueError: It is no mapping, its key is misspelled, a switch in it is neither True nor
+        RefusedError: It is no mapping, its key is misspelled, a switch in it is neither True nor
             False or stands outside of it, or catalogues are not paths by name.
     """
     everything = additional_config if isinstance(additional_config, Mapping) else {}
     given = everything.get(CONFIG_KEY, {})
     for key in everything:
+        instead = spelled(key) if key in SWITCHES else None
         if key != CONFIG_KEY and str(key).lower().replace("-", "_") == CONFIG_KEY:
-            raise ValueError(f"additional_config[{key!r}] is read by nobody; write {CONFIG_KEY!r}")
-        if key in SWITCHES:
-            raise ValueError(f"additional_config[{key!r}] is read by nobody; write {spelled(key)}")
+            instead = repr(CONFIG_KEY)
+        if instead:
+            raise RefusedError(f"additional_config[{key!r}] is read by nobody; write {instead}")
     if not isinstance(given, Mapping):
-        raise ValueError(
+        raise RefusedError(
             f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
             "values"
         )
     for key in SWITCHES:
         if not isinstance(given.get(key, False), bool):
-            raise ValueError(f"{spelled(key)}={given[key]!r} must be True or False")
+            raise RefusedError(f"{spelled(key)}={given[key]!r} must be True or False")
     items = given.get(ITEMS, {})
     if not isinstance(items, Mapping) or any(
         not isinstance(text, str) or not text for pair in items.items() for text in pair
     ):
-        raise ValueError(
+        raise RefusedError(
             f"{spelled(ITEMS)}={items!r} must map names to paths, as in {{'catalogue': 'PATH'}}"
         )
     return given
@@ -154,7 +156,7 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
         # Of a trained drafter, or another method of vLLM's without the plugin.
         return _parse_carried(carried) if "method" in carried else None
     if "method" not in carried:
-        raise ValueError(
+        raise RefusedError(
             f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
             f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
             f"{', '.join(available_methods())} instead of naming the class"
@@ -184,14 +186,14 @@ def parse(carried: Mapping[str, Any]) -> TreeConfig:
     method = options.pop("method")
     draft_model = options.pop("draft_model", None)
     if draft_model is not None and not isinstance(draft_model, str):
-        raise ValueError(
+        raise RefusedError(
             f"the speculative model {draft_model!r} of method {method!r} must be a path or a name"
         )
     engine = {name: options.pop(name) for name in EngineOptions.model_fields if name in options}
     engine_options = validated(EngineOptions, engine, method)
     try:
         drafter_options = parse_options(method, options)
-    except ValueError as error:
+    except RefusedError as error:
         every_method = ", ".join(EngineOptions.model_fields)
-        raise ValueError(f"{error} (every method also has: {every_method})") from None
+        raise RefusedError(f"{error} (every method also has: {every_method})") from None
     return TreeConfig(method, draft_model, drafter_options, engine_options)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+from vllm_trie.refusal import RefusedError
 from vllm_trie.vllm_hooks.setup.beam_support import reason_off
 from vllm_trie.vllm_hooks.setup.config import Verification
 from vllm_trie.vllm_hooks.setup.limits import is_cuda, problems
@@ -35,7 +36,7 @@ def choose_verification(
         asked: The option; ``"auto"`` takes trees where they are supported, chains elsewhere.
 
     Raises:
-        ValueError: The configuration serves neither, or not the one that was asked for; every
+        RefusedError: The configuration serves neither, or not the one that was asked for; every
             reason at once, each with what to do.
     """
     against_trees = list(problems("trees", vllm_config))
@@ -46,7 +47,7 @@ def choose_verification(
     if reasons := against_trees if chosen == "tree" else against_chains:
         if chosen == "tree" and not against_chains:
             reasons.append("verification='chain' runs here: drafts without branches")
-        raise ValueError(
+        raise RefusedError(
             f"speculative method {method!r} of vllm-trie cannot run with this configuration:\n- "
             + "\n- ".join(reasons)
         )
@@ -81,7 +82,7 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
         layers: The model's layers by name (``static_forward_context``).
 
     Raises:
-        ValueError: Naming the layers.
+        RefusedError: Naming the layers.
     """
     attention = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
     unaware = [
@@ -90,7 +91,7 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
         if not getattr(layer.impl, "attends_to_trees", False)
     ]
     if unaware:
-        raise ValueError(
+        raise RefusedError(
             "these attention layers use a backend that knows nothing of draft trees: "
             f"{', '.join(unaware)}; leave attention_backend at its default or set "
             "verification='chain'"
@@ -101,7 +102,7 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
         if hasattr(layer, "get_kv_cache_spec") and _is_partial(layer.get_kv_cache_spec(vllm_config))
     ]
     if partial:
-        raise ValueError(
+        raise RefusedError(
             "tree attention needs full causal attention, and these layers have another kind: "
             f"{', '.join(partial)}; set verification='chain' for this model"
         )
@@ -113,12 +114,12 @@ def check_states(kv_cache_config: KVCacheConfig) -> None:
     Model Runner V2 tells the numbers of accepted tokens to the layers of these kinds alone.
 
     Raises:
-        ValueError: Naming the layers and the kind of their state.
+        RefusedError: Naming the layers and the kind of their state.
     """
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         if isinstance(spec, MambaSpec) and spec.mamba_type.name not in _STATES_OF_DRAFTS:
-            raise ValueError(
+            raise RefusedError(
                 f"the recurrent layers {', '.join(group.layer_names)} are of kind "
                 f"{spec.mamba_type.name}, whose state vLLM's Model Runner V2 does not take back "
                 f"after rejected drafts (it does for {', '.join(_STATES_OF_DRAFTS)}); run this "
@@ -148,13 +149,13 @@ def check_trained_drafter(
         asked: The option `verification`.
 
     Raises:
-        ValueError: Every reason at once.
+        RefusedError: Every reason at once.
     """
     if reasons := [
         *_runner_problems(vllm_config, asked),
         *_problems(vllm_config, neural),
     ]:
-        raise ValueError(
+        raise RefusedError(
             f"trie_union cannot run with {{'method': {neural.method!r}}} among its drafters here:"
             "\n- " + "\n- ".join(reasons)
         )

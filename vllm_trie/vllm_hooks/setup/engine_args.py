@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_trie.drafters import get_drafter_class
+from vllm_trie.refusal import RefusedError
 from vllm_trie.store.replicas import PASSWORD, USER, connect
 from vllm_trie.vllm_hooks.ledger.record import PLUGGABLE, Result, Symbols
 from vllm_trie.vllm_hooks.setup import config, cpu_memory, runner_choice
@@ -43,7 +44,7 @@ def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
     """Rewrite the engine arguments, in place, if they ask for a method of vllm-trie.
 
     Raises:
-        StartRefusedError: An option or a combination is not allowed, or options are set without a
+        RefusedError: An option or a combination is not allowed, or options are set without a
             method.
     """
     method = requested_method(engine_args)
@@ -79,7 +80,7 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
 
     worker_class = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
     if parallel_config.worker_cls not in ("auto", worker_class):
-        raise ValueError(
+        raise RefusedError(
             f"speculative method {method!r} of vllm-trie brings its own worker class, but "
             f"worker_cls={parallel_config.worker_cls!r} was set; leave worker_cls at 'auto'"
         )
@@ -93,7 +94,7 @@ def verify(vllm_config: VllmConfig) -> None:
     Refuses catalogues that cannot serve, and other files that options name, by their headers.
 
     Raises:
-        StartRefusedError: Every reason at once.
+        RefusedError: Every reason at once.
     """
     tree_config = config.read(vllm_config)
     if tree_config is not None:
@@ -118,7 +119,7 @@ def _check_store(tree_config: config.TreeConfig) -> None:
     method, options = tree_config.method, tree_config.engine_options
     given = [name for name in ("store", "store_path") if getattr(options, name) is not None]
     if given and not get_drafter_class(method).has_store(tree_config.drafter_options):
-        raise ValueError(
+        raise RefusedError(
             f"{' and '.join(given)}: method {method!r} with these options keeps no texts of ended "
             "requests; leave it out, or take ngram_trie with store_tokens above 0"
         )
@@ -129,7 +130,7 @@ def _check_store(tree_config: config.TreeConfig) -> None:
     if folder is None or (store_path and folder.is_dir()):
         return
     if folder.exists() or not folder.parent.is_dir():
-        raise ValueError(
+        raise RefusedError(
             f"store_path={store_path!r} must be a folder, or a new one in an existing folder; "
             "create it, or leave store_path out"
         )
@@ -139,7 +140,7 @@ def _check_trace_path(trace_path: str | None) -> None:
     if trace_path is None:
         return
     if not os.path.isdir(trace_path) or not os.access(trace_path, os.W_OK | os.X_OK):
-        raise ValueError(
+        raise RefusedError(
             f"trace_path={trace_path!r} must be a folder that exists and that the engine may write "
             "to; create it, or leave trace_path out"
         )

@@ -7,23 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-class StartRefusedError(ValueError):
-    """An engine that the plugin does not start; the message says why and what to do."""
+from vllm_trie.refusal import RefusedError
 
 
 @contextmanager
 def refusing_start() -> Iterator[None]:
-    """Raise what the plugin's checks find as a :class:`StartRefusedError`.
+    """Show what the plugin's checks refuse at vllm's command line as argparse does.
 
-    At vLLM's command line it becomes one line and status 2, as argparse shows a wrong option: a
-    traceback of vLLM's start would hide it.
+    It becomes one line and status 2: a traceback of vLLM's start would hide it.
     """
     try:
         yield
-    except ValueError as error:
+    except RefusedError as error:
         if Path(sys.argv[0]).name == "vllm":
             command = " ".join(["vllm", *sys.argv[1:2]])
             print(f"{command}: error: {error}", file=sys.stderr)
             sys.exit(2)
-        raise StartRefusedError(str(error)) from error
+        raise

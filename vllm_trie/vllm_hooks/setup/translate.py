@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafters import available_methods
 from vllm_trie.drafters.neural import NEURAL_METHODS
+from vllm_trie.refusal import RefusedError
 from vllm_trie.vllm_hooks.setup import arguments, runner_choice
 from vllm_trie.vllm_hooks.setup.config import (
     ALLOW_GPU,
@@ -49,14 +50,14 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     """Return the tree method that the engine arguments ask for, None if they ask for another.
 
     Raises:
-        ValueError: A method's name stands where a dictionary is expected.
+        RefusedError: A method's name stands where a dictionary is expected.
     """
     speculative: Any = engine_args.speculative_config or {}
     methods = available_methods()
     if not isinstance(speculative, Mapping):
         for name in (speculative, engine_args.spec_method, engine_args.spec_model):
             if name in methods:
-                raise ValueError(
+                raise RefusedError(
                     f"speculative_config={speculative!r} must be a dictionary; write "
                     f"speculative_config={{'method': {name!r}}}"
                 )
@@ -81,7 +82,7 @@ def translate(engine_args: EngineArgs) -> None:
     Does nothing if they ask for no method of vllm-trie; may be called again on its own result.
 
     Raises:
-        ValueError: An option or a combination is not allowed, or a method is misspelled.
+        RefusedError: An option or a combination is not allowed, or a method is misspelled.
     """
     method = requested_method(engine_args)
     if method is None:
@@ -133,7 +134,7 @@ def translate(engine_args: EngineArgs) -> None:
 def _refuse_options_without_method(engine_args: EngineArgs) -> None:
     idle = own_part(engine_args.additional_config).keys() - BEAM_KEYS - {ALLOW_GPU}
     if idle:
-        raise ValueError(
+        raise RefusedError(
             f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
             "method of vllm-trie is asked for; name one with --spec-method or "
             f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
@@ -144,7 +145,7 @@ def _refuse_other_methods_options(method: str, passed_on: Mapping[str, object]) 
     """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
     foreign = [key for key in passed_on if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
     if foreign:
-        raise ValueError(
+        raise RefusedError(
             f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read: "
             "it finds the lengths of its contexts and drafts by itself; leave them out"
         )
@@ -153,7 +154,7 @@ def _refuse_other_methods_options(method: str, passed_on: Mapping[str, object]) 
 def _add(asked: dict[str, object], key: str, value: object, place: str) -> None:
     """Add a setting from another place; where both have it, they must agree."""
     if asked.setdefault(key, value) != value:
-        raise ValueError(
+        raise RefusedError(
             f"{place}={value!r} and speculative_config[{key!r}]={asked[key]!r} differ; give one "
             "of them"
         )
@@ -179,14 +180,14 @@ def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
     """Return the options of the method that ``additional_config`` carries."""
     additional = engine_args.additional_config or {}
     if not isinstance(additional, Mapping):
-        raise ValueError(
+        raise RefusedError(
             f"additional_config={additional!r} must be a mapping to carry the options of "
             f"method {method!r}; pass a dictionary"
         )
     given = {key: value for key, value in own_part(additional).items() if key not in BEAM_KEYS}
     named = given.pop("method", method)
     if named != method:
-        raise ValueError(
+        raise RefusedError(
             f"method {method!r} and {spelled('method')}={named!r} differ; give one of them"
         )
     return given
@@ -194,7 +195,7 @@ def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
 
 def _check_method(method: str, named: object) -> None:
     if named not in (None, method, runner_choice.V1_METHOD, runner_choice.V2_METHOD):
-        raise ValueError(
+        raise RefusedError(
             f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
             f"asked for; leave the model out or set method={method!r}"
         )
@@ -205,7 +206,7 @@ def _draft_model(method: str, model: object) -> object:
     if model in (method, PROPOSER_CLASS):
         return None
     if model in available_methods():
-        raise ValueError(
+        raise RefusedError(
             f"the methods {method!r} and {model!r} (as the speculative model) differ; give one of "
             "them, or ask for trie_union with both among its drafters"
         )
@@ -216,7 +217,7 @@ def _check_num_nodes(value: object, default: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
-        raise ValueError(
+        raise RefusedError(
             f"num_speculative_tokens={value!r} is the node budget of a request's draft tree and "
             f"must be a whole number from 1 to {MAX_NODES}; leave it out for {default}"
         )
