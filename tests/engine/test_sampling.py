@@ -15,6 +15,7 @@ from tests.engine.compare import accepted_tokens, differences, generate, plain_o
 from tests.engine.conftest import scheduler_of
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
+from vllm_trie.vllm_hooks.scheduler import grammar_time
 from vllm_trie.vllm_hooks.scheduler.speculation import FirstTokens
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -200,6 +201,15 @@ def test_tokens_that_a_grammar_forces(engine, monkeypatch):
         count=8,
         **COMPACT,
     )
+
+
+def test_no_drafts_where_a_grammar_takes_too_much_time(engine, monkeypatch):
+    params = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=STRUCTURED)
+    tree = engine(**speculation("test_oracle", 24), **COMPACT)
+    before = accepted_tokens(tree)
+    monkeypatch.setattr(grammar_time, "REQUEST_SECONDS", 0.0)
+    generate(tree, prompts(2), params)
+    assert accepted_tokens(tree) == before
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

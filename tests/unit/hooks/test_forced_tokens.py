@@ -17,8 +17,9 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.scheduler import forced_tokens
+from vllm_trie.vllm_hooks.scheduler import forced_tokens, grammar_time
 from vllm_trie.vllm_hooks.scheduler.forced_tokens import ForcedTokens
+from vllm_trie.vllm_hooks.scheduler.grammar_time import TimedGrammar
 from vllm_trie.vllm_hooks.wire import SPECULATION
 
 SCHEMA = {
@@ -46,9 +47,8 @@ class Setting:
         )
         size = len(self.tokenizer)
         self.backend = BACKENDS[backend](config, tokenizer=self.tokenizer, vocab_size=size)
-        self.grammar = self.backend.compile_grammar(
-            StructuredOutputOptions.JSON, json.dumps(schema)
-        )
+        grammar = self.backend.compile_grammar(StructuredOutputOptions.JSON, json.dumps(schema))
+        self.grammar = TimedGrammar(grammar)
         self.request = SimpleNamespace(
             request_id="a",
             prompt_token_ids=[1],
@@ -93,6 +93,7 @@ class Setting:
 @pytest.fixture(autouse=True)
 def enough_time(monkeypatch):
     monkeypatch.setattr(forced_tokens, "STEP_SECONDS", 60.0)
+    monkeypatch.setattr(grammar_time, "REQUEST_SECONDS", 60.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -133,7 +134,7 @@ def test_a_draft_has_no_more_tokens_than_the_limits_allow():
 
 
 @pytest.mark.parametrize(
-    "why", ["opted out", "budget", "embeddings", "prefill", "thinking", "time", "compiling"]
+    "why", ["opted out", "budget", "embeddings", "prefill", "thinking", "time", "cost", "compiling"]
 )
 def test_other_requests_keep_their_drafts(why, monkeypatch):
     params: dict[str, dict[str, Any]] = {
@@ -148,6 +149,8 @@ def test_other_requests_keep_their_drafts(why, monkeypatch):
         setting.scheduler.structured_output_manager.reasoner_cls = object
     if why == "time":
         monkeypatch.setattr(forced_tokens, "STEP_SECONDS", 0.0)
+    if why == "cost":
+        monkeypatch.setattr(grammar_time, "REQUEST_SECONDS", 1e-8)
     if why == "compiling":
         setting.request.structured_output_request.grammar = None
     setting.grammar.accept_tokens("", setting.tokenizer.encode('{"', add_special_tokens=False))

@@ -100,10 +100,10 @@ _forced("structured_output.backend_types:StructuredOutputBackend.allocate_token_
     "called", "the mask of one token", "max_num_seqs")
 for _method_name, _parameters in (
     ("accept_tokens", "request_id tokens"), ("rollback", "num_tokens"),
-    ("fill_bitmask", "bitmask batch_index"), ("is_terminated", ""),
+    ("fill_bitmask", "bitmask batch_index"), ("is_terminated", ""), ("validate_tokens", "tokens"),
 ):
     _forced(f"structured_output.backend_types:StructuredOutputGrammar.{_method_name}", "called",
-        "goes to the next choice and back", _parameters)
+        "goes to the next choice and back; its time bounds drafts", _parameters)
 
 _masked = Symbols(until=TREE_MASKS)
 _masked("v1.attention.backends.registry:register_backend", "called",

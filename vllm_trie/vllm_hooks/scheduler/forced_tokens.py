@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_trie.vllm_hooks.scheduler.grammar_time import TimedGrammar
 from vllm_trie.vllm_hooks.wire import is_search, may_draft
 
 if TYPE_CHECKING:
@@ -107,16 +107,17 @@ class ForcedTokens:
             logger.exception("vllm-trie: no forced tokens are drafted any more")
 
     def _extend(self, request: Request, deadline: float) -> None:
-        grammar, most = self._grammar_of(request), self._longest_draft(request)
-        if grammar is None or len(request.spec_token_ids) >= most:
+        grammar = self._grammar_of(request)
+        if grammar is None:
             return
-        if time.perf_counter() < deadline:
+        most = min(self._longest_draft(request), grammar.num_affordable)
+        if len(request.spec_token_ids) < most and time.perf_counter() < deadline:
             taken = self._taken[request.request_id]
             taken.learn(request.output_token_ids)
             draft = request.spec_token_ids
             request.spec_token_ids = self._extended(grammar, draft, most, deadline, taken)
 
-    def _grammar_of(self, request: Request) -> StructuredOutputGrammar | None:
+    def _grammar_of(self, request: Request) -> TimedGrammar | None:
         """Return the matcher of a request whose next token it decides, None for others."""
         structured = request.structured_output_request
         if structured is None or is_search(request.sampling_params) or request.is_prefill_chunk:
@@ -126,7 +127,7 @@ class ForcedTokens:
         manager = self._manager
         is_thinking = manager.reasoner_cls is not None and not structured.reasoning_ended
         grammar = structured.grammar
-        if not isinstance(grammar, StructuredOutputGrammar) or grammar.is_terminated():
+        if not isinstance(grammar, TimedGrammar) or grammar.is_terminated():
             return None
         return None if is_thinking and not manager.enable_in_reasoning else grammar
 
@@ -140,7 +141,7 @@ class ForcedTokens:
 
     def _extended(
         self,
-        grammar: StructuredOutputGrammar,
+        grammar: TimedGrammar,
         draft: list[int],
         most: int,
         deadline: float,

@@ -1,0 +1,84 @@
+"""Drafts under grammars that take much time, with xgrammar and without an engine."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import xgrammar
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+from vllm_trie.vllm_hooks.scheduler import grammar_time
+from vllm_trie.vllm_hooks.scheduler.grammar_time import TimedGrammar
+
+VOCABULARY = ["a", "b", "c", "<end>"]
+DRAFT = [0] * 32
+
+
+@pytest.fixture
+def request_with():
+    """Make a request with a regular expression, as the scheduler holds it."""
+    info = xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[3])
+    compiler = xgrammar.GrammarCompiler(info)
+
+    def make(regex: str) -> Any:
+        grammar = compiler.compile_regex(regex)
+        matcher = xgrammar.GrammarMatcher(grammar)
+        timed = TimedGrammar(XgrammarGrammar(len(VOCABULARY), matcher, grammar))
+        return SimpleNamespace(
+            use_structured_output=True, structured_output_request=SimpleNamespace(grammar=timed)
+        )
+
+    return make
+
+
+def checked(request: Any, draft: list[int]) -> list[int]:
+    manager: Any = SimpleNamespace(_get_constraint_bounds=lambda *_: (0, 0))
+    original = StructuredOutputManager.validate_tokens
+    original = getattr(original, "__wrapped__", original)  # another test may have installed it
+    return grammar_time.validate_tokens(original, manager, request, draft)
+
+
+def test_a_grammar_that_costs_little_checks_whole_drafts(request_with, monkeypatch):
+    monkeypatch.setattr(grammar_time, "REQUEST_SECONDS", 1.0)
+    request = request_with("a*b")
+    assert checked(request, DRAFT) == DRAFT
+    assert checked(request, [0, 0, 0, 0, 0, 2, 0]) == [0] * 5
+    assert checked(request, [0, -1, -1]) == [0]
+    assert checked(request, [2]) == []
+    assert checked(request, []) == []
+
+
+def test_drafts_shrink_with_the_cost_of_their_grammar(request_with):
+    """Drafts are taken whole. No step costs many times the limit, and plain steps come back."""
+    request = request_with("(a*)*b")
+    grammar = request.structured_output_request.grammar
+    lengths, seconds, length = [], [], 0
+    while length < 200:
+        start = time.thread_time()
+        draft = checked(request, DRAFT)
+        seconds.append(time.thread_time() - start)
+        assert grammar.accept_tokens("", [*draft, 0])
+        lengths.append(len(draft))
+        length += len(draft) + 1
+    assert max(lengths[:3]) > 0
+    assert lengths[-20:] == [0] * 20
+    assert max(seconds) < 10 * grammar_time.REQUEST_SECONDS
+
+
+def test_a_mask_that_costs_much_shortens_drafts(request_with, monkeypatch):
+    request = request_with("a*b")
+    grammar = request.structured_output_request.grammar
+
+    def fill(*_: object) -> None:
+        start = time.thread_time()
+        while time.thread_time() < start + 0.01:
+            pass
+
+    monkeypatch.setattr(grammar._grammar, "fill_bitmask", fill)
+    grammar.fill_bitmask(None, 0)
+    assert checked(request, DRAFT) == []
+    assert grammar.validate_tokens(DRAFT) == DRAFT  # what the grammar allows stays the same
