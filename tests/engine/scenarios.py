@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
 
@@ -19,7 +20,7 @@ from tests.engine.beam.test_little_room import cases
 from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, scheduler_of, trees_of
 from tests.engine.prompts import prompts, texts, tokenizer
-from tests.engine.test_random_requests import HEADS, random_request
+from tests.engine.test_random_requests import HEADS, THINKING, random_request
 from tests.unit.items.catalogues import random_items, write
 from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.ngrams.corpus_file import fingerprint, write_corpus
@@ -182,7 +183,7 @@ def on_v1(folder: Path) -> Iterator[Scenario]:
 def run(options: dict[str, Any], requests: list[Sent]) -> dict[str, Any]:
     """Start an engine and send it requests; return what it has answered and counted."""
     engines = Engines()
-    llm = engines(**options)
+    llm = engines(**options, reasoning_config=ReasoningConfig(**THINKING))
     scheduler_of(llm).structured_output_manager._use_async_grammar_compilation = False
     result: dict[str, Any] = {"answers": _answers(llm, requests)}
     params = BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=0.6)
