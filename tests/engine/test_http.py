@@ -23,13 +23,15 @@ from vllm_trie.trace_file import Trace, read_trace
 
 pytestmark = pytest.mark.slow
 
+PARSER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 PLAIN = "plain"
 NODES = 16
 TRACED = "ngram_trie"
 """The server that writes traces; its processes are those that vLLM starts by default."""
 COMMANDS = {
-    PLAIN: server_off.OPTIONS,
+    PLAIN: [*server_off.OPTIONS, *PARSER],
     TRACED: [
+        *PARSER,
         *("--speculative-model", "ngram_trie"),
         *("--speculative-config", '{"num_speculative_tokens": 16, "max_context_len": 10}'),
     ],
@@ -53,6 +55,20 @@ CHATS = [
     [{"role": "user", "content": f"{SOURCE}\nrepeat the code"}],
     [{"role": "user", "content": f"{SOURCE}\nwhat does this code do?"}],
 ]
+
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("count_words", "sort_lines")
+]
+CALLS = [
+    r'<tool_call>\n\{"name": "count_words", "arguments": \{"lines": \["[a-z ]{9,30}"\]\}\}\n'
+    r"</tool_call>",
+    r'I count [a-z ]{4,20} <tool>\n<tool_call>\n\{"name": "sort_lines", "arguments": '
+    r'\{"lines": \[\["[a-z]{1,9}"\], \{"top": [1-9]\}\]\}\}\n</tool_call>\n<tool_call>\n'
+    r'\{"name": "count_words", "arguments": \{\}\}\n</tool_call>',
+]
+"""What the model may say, as it does not call tools by itself."""
 
 
 @dataclass
@@ -127,12 +143,40 @@ def ask(client: openai.OpenAI) -> dict[str, Any]:
         joined(chat(client, messages, stream=True), lambda c: c.delta.content)[:2]
         for messages in CHATS
     ]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    replies["tool calls"] = [call_tools(client, said) for said in CALLS]
+    streamed = [call_tools(client, said, **usage) for said in CALLS]
+    replies["tool calls streamed"] = [reply[:-1] for reply in streamed]
+    replies["tool call chunks"] = [reply[-1] for reply in streamed]
     (answer,) = chat(client, CHATS[0], logprobs=True, top_logprobs=2).choices
     replies["chat tokens"] = [entry.token for entry in answer.logprobs.content]
     replies["chat logprobs"] = [
         [top.logprob for top in entry.top_logprobs] for entry in answer.logprobs.content
     ]
     return replies
+
+
+def call_tools(client: openai.OpenAI, said: str, **options: Any) -> tuple[Any, ...]:
+    """What a client hears of a chat with tools: text, calls, reason to end, tokens; chunks last."""
+    body = {"structured_outputs": {"regex": said}}
+    with_tools = {"tools": TOOLS, "max_tokens": 200, "extra_body": body, **options}
+    if not options:
+        answer = chat(client, CHATS[0], **with_tools)
+        message = answer.choices[0].message
+        calls = [[call.function.name, call.function.arguments] for call in message.tool_calls or ()]
+        return message.content, calls, answer.choices[0].finish_reason
+    text, calls, reason = "", [], None
+    chunks = list(chat(client, CHATS[0], **with_tools))
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+            for call in choice.delta.tool_calls or ():
+                if call.index == len(calls):
+                    calls.append(["", ""])
+                calls[call.index][0] += call.function.name or ""
+                calls[call.index][1] += call.function.arguments or ""
+    return text, calls, reason, chunks[-1].usage.completion_tokens, len(chunks)
 
 
 BAD = {
@@ -299,7 +343,7 @@ def test_same_replies(answers):
     expected, replies = answers[PLAIN].replies, answers[TRACED].replies
     assert replies.keys() == expected.keys()
     for kind in expected:
-        if "logprobs" not in kind:
+        if "logprobs" not in kind and "chunks" not in kind:
             assert replies[kind] == expected[kind], kind
 
 
@@ -324,6 +368,18 @@ def test_the_requests_cover_what_they_should(answers):
     assert len({text for text, *_ in replies["completions"]}) > 5
     assert replies["seeded"] != replies["completions"][:3]
     assert replies["penalties"] != replies["completions"][:3]
+
+
+def test_streams_that_a_parser_reads_come_token_by_token(answers):
+    plain, drafted = (answers[name].replies for name in (PLAIN, TRACED))
+    for reply, streamed in zip(plain["tool calls"], plain["tool calls streamed"], strict=True):
+        assert reply[2] == "tool_calls"
+        assert streamed[:3] == (reply[0] or "", *reply[1:])
+    # vLLM merges messages where a client reads more slowly than the engine sends.
+    for chunks, expected in zip(
+        drafted["tool call chunks"], plain["tool call chunks"], strict=True
+    ):
+        assert chunks >= expected > 10
 
 
 def test_metrics_endpoint(answers):

@@ -15,7 +15,7 @@ from vllm_trie.vllm_hooks.ledger.patch import Feature, Patch, Platform, resolve
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "setup.arguments setup.engine_args setup.draft_support"
     " frontend.answers frontend.extension frontend.metrics frontend.predictions"
-    " scheduler.speculation"
+    " frontend.token_streams scheduler.speculation"
     " worker.drafting_worker worker.runners.v1 worker.runners.v2 worker.verification.sampling",
     ("speculation", "cpu"): "worker.cpu_worker worker.attention.cpu",
     ("speculation", "cuda"): "worker.cuda_worker worker.attention.cuda",
