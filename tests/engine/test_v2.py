@@ -169,11 +169,16 @@ def test_a_step_verifies_what_was_drafted(result) -> None:
 def test_families_that_trees_cannot_serve(results) -> None:
     """Windows, soft caps, sinks, attention in chunks, positions of images."""
     assert {name: family["differences"] for name, family in results["families"].items()} == {
-        name: [] for name in ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
+        name: [] for name in ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL", "Qwen 3 MoE")
     }
     assert all(family["rejected"] > 0 for family in results["families"].values())
     assert sum(family["accepted"] for family in results["families"].values()) > 0
     assert results["families"]["Qwen 3 VL"]["score_error"] < 1e-4  # of native beams
+
+
+def test_routed_experts_are_those_of_the_accepted_path(results) -> None:
+    # The program also checks that searches, whose beams have no experts, are refused.
+    assert not any(results["families"]["Qwen 3 MoE"]["other_experts"])
 
 
 @pytest.fixture(scope="module")

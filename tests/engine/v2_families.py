@@ -1,4 +1,5 @@
-"""Chains on Model Runner V2 for the families that trees cannot serve, against plain V2, on a CPU.
+"""Chains on Model Runner V2 for the families that trees cannot serve, against plain V2, on a CPU;
+and trees for one with experts.
 
 A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object: what differs, and
 accepted and rejected draft tokens, by family. The tests compare `TESTED` inside another program;
@@ -30,15 +31,20 @@ from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
-from tests.engine.compare import differences, generate
+from tests.engine.compare import differences, generate, tell_oracle
 from tests.engine.conftest import add_experts_group, runner_of
+from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import CYCLE, FAMILIES, VOCABULARY, take_text_for_images, write_model
+from tests.engine.v2_trees import put_in
 from vllm_trie.vllm_hooks.setup import limits
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
-TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL")
-"""Windows and soft caps, sinks, attention in chunks, and positions of images."""
+TREES = {**CHAINS, "num_speculative_tokens": 12, "verification": "tree"}
+EXPERTS = "Qwen 3 MoE"
+"""Verified as trees, most with the true path in them, and returns the experts of each token."""
+TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL", EXPERTS)
+"""Windows and soft caps, sinks, attention in chunks, and positions of images; and experts."""
 SEARCHED = ("Qwen 3 VL",)
 """Its beams have positions in three dimensions (M-RoPE); the others have no native search."""
 
@@ -51,7 +57,7 @@ def prompts() -> list[dict[str, list[int]]]:
 
 
 def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
-    """Compare one family's engine with chains with the plain one."""
+    """Compare one family's engine with drafts with the plain one."""
     greedy = SamplingParams(
         temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
@@ -70,25 +76,43 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
             kv_cache_memory_bytes=8 << 20,
             max_num_batched_tokens=48,
             disable_log_stats=False,
+            enable_return_routed_experts=name == EXPERTS,
             **family.engine,
             **options,
         )
 
     plain = engine()
     expected = generate(plain, prompts(), greedy)
-    chains = engine(speculative_config=CHAINS)
+    chains = engine(speculative_config=TREES if name == EXPERTS else CHAINS)
     assert chains.llm_engine.vllm_config.scheduler_config.async_scheduling
+    if name == EXPERTS:
+        tell_oracle(expected)
+        put_in(chains, OracleDrafter)
     outputs = generate(chains, prompts(), greedy)
     counted = {m.name: m.value for m in chains.get_metrics() if hasattr(m, "value")}
     accepted = counted["vllm:spec_decode_num_accepted_tokens"]
     drafted = counted["vllm:spec_decode_num_draft_tokens"]
     _kept.extend((plain, chains))
+    if name == EXPERTS:
+        search = SamplingParams(n=2, temperature=0.0, max_tokens=2, extra_args={"beam_width": 2})
+        with pytest.raises(ValueError, match="enable_return_routed_experts is not supported"):
+            generate(chains, prompts(), search)
     return {
         "differences": differences(expected, outputs),
         "accepted": accepted,
         "rejected": drafted - accepted,
         "score_error": largest_score_error(plain) if name in SEARCHED else None,
+        "other_experts": rows_with_other_experts(expected, outputs) if name == EXPERTS else None,
     }
+
+
+def rows_with_other_experts(expected: Sequence[Any], outputs: Sequence[Any]) -> list[int]:
+    """Return, of each output, the number of tokens that other experts are returned for."""
+    pairs = zip(expected, outputs, strict=True)
+    return [
+        int((a.outputs[0].routed_experts != b.outputs[0].routed_experts).any(axis=(1, 2)).sum())
+        for a, b in pairs
+    ]
 
 
 def text_positions(input_tokens: Sequence[int], mm_features: Any) -> tuple[torch.Tensor, int]:

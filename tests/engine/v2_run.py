@@ -40,7 +40,7 @@ from tests.engine.compare import (
     tell_oracle,
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
-from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, NoOptions, OracleDrafter
+from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, OracleDrafter
 from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.prompts import prompts
 from tests.engine.test_random_requests import THINKING
@@ -49,7 +49,13 @@ from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_faults import ENGINE, FAULTS, reasons
 from tests.engine.v2_neural import compare_neural
 from tests.engine.v2_replay import replay
-from tests.engine.v2_trees import differing, differing_walks, random_requests, tell_oracle_of
+from tests.engine.v2_trees import (
+    differing,
+    differing_walks,
+    put_in,
+    random_requests,
+    tell_oracle_of,
+)
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafters import DraftRequest
 from vllm_trie.lab.tiny_model import medusa_path, model_path
@@ -82,7 +88,8 @@ def greedy(**options: Any) -> SamplingParams:
     )
 
 
-MIXED = [greedy(max_tokens=6 + 2 * i, **(OPT_OUT if i % 3 == 1 else {})) for i in range(6)]
+WITHOUT_DRAFTS = {1: OPT_OUT, 3: {"thinking_token_budget": 2}}
+MIXED = [greedy(max_tokens=6 + 2 * i, **WITHOUT_DRAFTS.get(i, {})) for i in range(6)]
 SEEDS = [greedy(temperature=0.9, seed=i, top_p=0.95, max_tokens=5) for i in range(4)]
 SEEDS[3].min_p, SEEDS[3].logit_bias = 0.02, {210: 3.0, 13: -2.0}  # exact with trees only
 SEEDS_WITHOUT_DRAFTS = [
@@ -169,12 +176,6 @@ def count_drafts(llm: LLM, drafts: list[int]) -> None:
         return stock(request_ids, scheduled, *others)
 
     trees.begin_step = begin_step
-
-
-def put_in(llm: LLM, drafter: type) -> None:
-    runner_of(llm).adapter.draft()  # after the step before, by the drafter of that step
-    guard = trees_of(llm).guard
-    guard.drafter = drafter(NoOptions(), guard.drafter.context)
 
 
 class Lengths:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.engine.drafters import OracleDrafter
+from tests.engine.conftest import runner_of, trees_of
+from tests.engine.drafters import NoOptions, OracleDrafter
 from tests.engine.test_random_requests import Answer, Request, random_request
 from vllm_trie.tree import TokenTree, accept_greedy
 from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT, walk_trees
@@ -39,6 +41,13 @@ def random_requests(count: int, seed: int) -> list[Request]:
             )
         )
     return requests
+
+
+def put_in(llm: Any, drafter: type) -> None:
+    """Let an engine draft with a test drafter."""
+    runner_of(llm).adapter.draft()  # after the step before, by the drafter of that step
+    guard = trees_of(llm).guard
+    guard.drafter = drafter(NoOptions(), guard.drafter.context)
 
 
 def tell_oracle_of(requests: Sequence[Request], answers: dict[int, list[Answer]]) -> None:

@@ -18,6 +18,7 @@ class Stock:
     """The runner's part."""
 
     max_num_reqs, decode_query_len, max_num_tokens = 8, 9, 50
+    aux_output_connector = None
 
     def __init__(self) -> None:
         self.rows: list[int] = []

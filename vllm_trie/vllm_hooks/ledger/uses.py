@@ -37,6 +37,13 @@ _verified("v1.sample.sampler:Sampler.forward", "called",
 _verified("v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.update_state", "relied on",
     "changes nothing where it is called again in a step, at the next level of a walk",
     "output_token_ids spec_token_ids")
+_experts = Symbols("distributed.aux_output_connector.worker:AuxOutputWorkerConnector.")
+_experts("__init__", "relied on",
+    "the experts of a step's tokens are in its capturer's device_buffer",
+    "vllm_config model kv_cache_config", until=TREE_DRAFTS)
+_experts("_commit_output", "set",
+    "takes steps that are shorter than scheduled, where each request goes on behind its last token",
+    "pending", until="vLLM schedules drafts of different lengths")
 _v2("async_utils:AsyncOutput.__init__", "relied on",
     "the output that the scheduler gets is in its model_runner_output", "model_runner_output")
 _v2("async_utils:async_copy_to_np", "called",

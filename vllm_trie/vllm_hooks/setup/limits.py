@@ -262,6 +262,10 @@ LIMITS: tuple[Limit, ...] = (
     Limit(BEAMS, "encoder-cache connectors (`ec_transfer_config`)",
         lambda c: getattr(c, "ec_transfer_config", None) is not None,
         "encoder-cache connectors (ec_transfer_config) are not supported; leave the setting out"),
+    Limit(BEAMS, "`enable_return_routed_experts`",
+        lambda c: c.aux_output_config.enable_return_routed_experts,
+        "enable_return_routed_experts is not supported: vLLM keeps the experts of requests, not of "
+        "beams; leave the setting out"),
     Limit(TREES, "`kv_sharing_fast_prefill`",
         lambda c: c.cache_config.kv_sharing_fast_prefill,
         "kv_sharing_fast_prefill is not supported; switch it off"),

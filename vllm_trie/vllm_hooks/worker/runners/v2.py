@@ -23,6 +23,7 @@ from vllm_trie.vllm_hooks.setup import config
 from vllm_trie.vllm_hooks.setup.draft_support import check_states
 from vllm_trie.vllm_hooks.worker.beam.beams_v2 import sample_and_select
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_experts import take_shorter_steps
 from vllm_trie.vllm_hooks.worker.runners.v2_lengths import most_logits_rows
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
@@ -202,6 +203,8 @@ class RunnerV2Mixin(_Runner):
             super().initialize_kv_cache(*arguments)
         if not is_profiling:  # that cache is released again
             self.adapter.attach_cache()
+            if self.aux_output_connector is not None:
+                take_shorter_steps(self.aux_output_connector)
 
     @_runner.overrides(
         "memory profiling sees the logits of a step with full drafts",

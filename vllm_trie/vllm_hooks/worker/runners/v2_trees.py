@@ -34,6 +34,7 @@ from vllm_trie.vllm_hooks.ledger.record import around
 from vllm_trie.vllm_hooks.worker.attention.tree_attention import hand_on
 from vllm_trie.vllm_hooks.worker.beam.beams_v2 import sample_and_select
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
+from vllm_trie.vllm_hooks.worker.runners.v2_experts import follow_paths
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens
 from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT, walk_trees
 from vllm_trie.vllm_hooks.worker.verifier import TreeStep
@@ -83,6 +84,9 @@ class TreeSampler(RejectionSampler):
             parents = parents.masked_fill(invalid_drafts, NO_PARENT)
         walked = walk_trees(sampled, draft_tokens, parents, input_batch.cu_num_logits, self._width)
         self._adapter.go_on("path", (input_batch.logits_indices, walked.rows))
+        connector = self._adapter.runner.aux_output_connector
+        if connector is not None:
+            follow_paths(connector, input_batch.logits_indices, walked.rows)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             walked.num_tokens,
             input_batch.seq_lens,
