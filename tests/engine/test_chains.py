@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from tests.engine.compare import (
+    accepted_tokens,
     check_outputs_beside_aborts,
     check_same_outputs,
     differences,
@@ -63,6 +64,29 @@ def test_attention_and_verification_are_vllms(engine, expected, monkeypatch):
     for left_out in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):  # by vLLM's rejection sampler
         with pytest.raises((ValueError, VLLMValidationError), match="min_p and logit_bias"):
             generate(llm, prompts(1), SamplingParams(**left_out))
+
+
+def test_logprobs_of_listed_tokens(engine, expected):
+    """Beside requests with logprobs of other tokens, and with none."""
+    wishes = {"logprob_token_ids": [300, 5, 17]}, {"logprobs": 2}, {}
+    greedy = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(**greedy, **wish) for wish in wishes]
+    plain = generate(engine(), prompts(3), params)
+    llm = engine(**chains("test_oracle", 9))
+    before = accepted_tokens(llm)
+    outputs = generate(llm, prompts(3), params)
+    assert accepted_tokens(llm) > before
+    assert differences(plain, outputs) == []
+    # Where a request lists tokens, plain vLLM gives the others theirs beside the sampled one.
+    for left, right in zip(plain[:2], outputs[:2], strict=True):
+        a, b = left.outputs[0].cumulative_logprob, right.outputs[0].cumulative_logprob
+        assert b == pytest.approx(a, abs=1e-3)
+    for a, b in zip(plain[0].outputs[0].logprobs, outputs[0].outputs[0].logprobs, strict=True):
+        logprobs = {token: logprob.logprob for token, logprob in a.items()}
+        assert {300, 5, 17} <= logprobs.keys()
+        assert {token: entry.logprob for token, entry in b.items()} == pytest.approx(
+            logprobs, abs=1e-4
+        )
 
 
 def test_little_room(engine, expected):

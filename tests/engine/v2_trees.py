@@ -29,6 +29,8 @@ def random_requests(count: int, seed: int) -> list[Request]:
         params.max_tokens = min(params.max_tokens, LONGEST_OUTPUT)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.n = min(params.n, 2)
+        if params.logprobs is None and rng.random() < 0.3:
+            params.logprob_token_ids = [rng.randrange(100) for _ in range(3)]
         if params.allowed_token_ids:
             params.allowed_token_ids = params.allowed_token_ids[:1000]  # V2 takes 1024
         tokens = request.prompt["prompt_token_ids"][: rng.randint(1, LONGEST_PROMPT)]

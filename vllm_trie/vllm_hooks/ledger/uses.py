@@ -32,6 +32,10 @@ _verified("v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", "called
     until="proposers learn that a request waits")
 _verified("v1.sample.rejection_sampler:RejectionSampler.parse_output", "relied on",
     "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size")
+_verified("v1.sample.rejection_sampler:RejectionSampler.forward", "set",
+    "samples chains level by level where a request has logprob_token_ids",
+    "metadata draft_probs logits sampling_metadata",
+    until="vLLM's rejection sampler returns the logprobs of lists of tokens")
 _verified("v1.sample.sampler:Sampler.forward", "called",
     "at each level of the walk", "logits sampling_metadata")
 _verified("v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.update_state", "relied on",
@@ -57,7 +61,11 @@ _v2("metrics.logits:get_num_nans", "called", "as vLLM's sampler does", "logits")
 _v2("sample.gumbel:gumbel_sample", "relied on",
     "noise depends on a request's seed, the position and the token alone", "logits")
 _v2("sample.logprob:compute_topk_scores", "called",
-    "logprobs along the accepted path", "logits num_logprobs sampled_token_ids cu_num_logits")
+    "logprobs along the accepted path",
+    "logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state "
+    "expanded_idx_mapping max_per_req_token_ids logits_mode")
+_v2("sample.sampler:Sampler.get_logprobs_dims", "called",
+    "whether a request of the step wants logprobs", "idx_mapping_np")
 _v2("sample.output:SamplerOutput", "made",
     "the tokens of a step with trees",
     "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import prefers_chains
@@ -26,13 +27,14 @@ from vllm_trie.vllm_hooks.worker.beam.beams_v1 import num_requests, sample_and_s
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import draft_requests, ended_request
 from vllm_trie.vllm_hooks.worker.runners.adapter import Adapter, Step
 from vllm_trie.vllm_hooks.worker.verification.placement import QueryTokens, logits_tokens
+from vllm_trie.vllm_hooks.worker.verification.sampling import sample_levels
 from vllm_trie.vllm_hooks.worker.verifier_setup import make_verifier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.outputs import DraftTokenIds, SamplerOutput
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
@@ -171,6 +173,28 @@ class ChainRunnerMixin(_Runner):
         drafter: Any = self.drafter
         self.adapter = drafter
         self.adapter.runner = self
+        vars(self.rejection_sampler)["forward"] = self._verify_chains
+
+    def _verify_chains(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Verify a step's chains by vLLM's rejection sampler, or by walking down them.
+
+        Where a request asks for the logprobs of a list of tokens, vLLM's raises or has none.
+        """
+        if not sampling_metadata.logprob_token_ids:
+            return RejectionSampler.forward(
+                self.rejection_sampler, metadata, draft_probs, logits, sampling_metadata
+            )
+        step = self.adapter.trees.step
+        outputs = cast(list[list[int]], self.input_batch.req_output_token_ids)
+        return sample_levels(
+            self.sampler, logits, step.first_rows, step.trees, sampling_metadata, outputs
+        ).padded(logits.device)
 
     @contextmanager
     def without_speculation(self, hidden: bool = True) -> Iterator[None]:

@@ -23,7 +23,6 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     get_max_chunk_logits,
@@ -140,14 +139,18 @@ class TreeSampler(RejectionSampler):
         self, scores: torch.Tensor, batch: InputBatch, sampled: torch.Tensor, rows: torch.Tensor
     ) -> LogprobsTensors | None:
         """Return the logprobs of the output tokens: a request's rows in the order of its path."""
-        num_logprobs = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
-        if num_logprobs == NO_LOGPROBS:
+        dimensions = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if dimensions is None:
             return None
+        num_logprobs, num_token_ids = dimensions
         return compute_topk_scores(
             scores[rows],
             num_logprobs,
             sampled[rows],
             batch.cu_num_logits_np.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.expanded_idx_mapping,
+            max_per_req_token_ids=num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
