@@ -9,12 +9,13 @@ on the wrong side. A program of its own, as a process has one such device. Print
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
@@ -36,7 +37,8 @@ from vllm_trie.drafters import Drafter, DrafterOptions
 from vllm_trie.tree import TokenTree
 from vllm_trie.vllm_hooks.beam_wire import BeamStep, TokenSelection
 from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
-from vllm_trie.vllm_hooks.worker.runners import v2_adapter
+from vllm_trie.vllm_hooks.worker.runners import v2_adapter, v2_delivery
+from vllm_trie.vllm_hooks.worker.runners.adapter import Part
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
 from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup
@@ -50,11 +52,13 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         faults: So far, each once.
+        calls: What the plugin launched so far, its waits, and what vLLM did in between.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.faults: list[str] = []
+        self.calls: list[str] = []
 
     def note(self, fault: str) -> None:
         frame: FrameType | None = sys._getframe(1)
@@ -63,6 +67,14 @@ class Watch(TorchDispatchMode):
         place = frame.f_code.co_qualname if frame else "the program"
         if (said := f"{fault} in {place}") not in self.faults:
             self.faults.append(said)
+
+    def count(self, call: str) -> None:
+        """Add a call, unless the program's own part of a step makes it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame and not re.match(r"(vllm_trie|tests\.unit)\.", frame.f_globals["__name__"]):
+            frame = frame.f_back
+        if frame and frame.f_globals["__name__"].startswith("vllm_trie."):
+            self.calls.append(call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,6 +91,9 @@ class Watch(TorchDispatchMode):
                 self.note("a copy that is not queued")
         elif len(kinds) > 1:
             self.note(f"{func} of host and device")
+        on_device = kinds - {"cpu"} or str(kwargs.get("device", "cpu")) != "cpu"
+        if on_device and not func.is_view and func.namespace == "aten":
+            self.count(func.overloadpacket.__name__)
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -94,6 +109,19 @@ def fake_device() -> Iterator[tuple[Watch, torch.device]]:
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if any(t.device.type == "cpu" for t in (*args, *kwargs.values()) if torch.is_tensor(t)):
             watch.note("a kernel with an argument on the host")
+        watch.count(self.fn.__name__)
+
+    class Event(v2_on_cpu.Event):
+        def synchronize(self) -> None:
+            watch.calls.append("wait")
+
+    class SharedMemory:
+        def __init__(self, size: Any, dtype: torch.dtype) -> None:
+            self.np = np.zeros(size, dtype=str(dtype).removeprefix("torch."))
+            self._on_device = torch.zeros(size, dtype=dtype, device=StepsOnDevice.device)
+
+        def uva(self) -> torch.Tensor:
+            return self._on_device
 
     def to_host(tensor: torch.Tensor) -> np.ndarray:
         tensor.to("cpu", non_blocking=True)
@@ -111,11 +139,14 @@ def fake_device() -> Iterator[tuple[Watch, torch.device]]:
     torch.Tensor.__setitem__ = assign_watched  # type: ignore[method-assign]
     InterpretedFunction.run = launch
     v2_adapter.async_copy_to_np = to_host
-    torch.cuda.Event = v2_on_cpu.Event
+    torch.cuda.Event = Event
+    v2_delivery.buffer_utils.UvaBuffer = SharedMemory
+    v2_delivery.is_uva_available = lambda: True
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
     torch.Tensor.data_ptr = lambda self: id(self)  # type: ignore[method-assign]
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
         StepsOnDevice.device = torch.device("pretended", 0)
+        StepsOnDevice.calls = watch.calls
         yield watch, StepsOnDevice.device
 
 
@@ -138,16 +169,35 @@ class Drafts(Drafter):
         return [self._tree for _ in requests]
 
 
+class TextDrafts(Drafts):
+    """Drafts one tree, and reads nothing that is on the device."""
+
+    needs_hidden_states = needs_node_argmax = needs_rows = False
+
+
 class StepsOnDevice(Steps):
     """Steps of two requests whose last drafted node is accepted, and a pause of drafting.
 
     Args:
-        tree: Of each draft.
+        drafter: Of one tree.
         adapter_class: Of chains or trees.
+        launches_ahead: Whether steps are launched ahead of their drafts.
     """
 
-    def __init__(self, tree: TokenTree, adapter_class: type[V2Adapter]) -> None:
-        super().__init__(Drafts(tree), adapter_class)
+    calls: list[str]
+
+    def __init__(
+        self, drafter: Drafts, adapter_class: type[V2Adapter], launches_ahead: bool = False
+    ) -> None:
+        super().__init__(drafter, adapter_class, launches_ahead)
+        tree, go_on = drafter._tree, self.adapter.go_on
+
+        def noted(part: Any, made: Any = None) -> Any:
+            result = go_on(part, made)
+            self.calls.append(part)
+            return result
+
+        self.adapter.go_on = noted  # type: ignore[method-assign]
         cache = torch.zeros(8, 2, 4, 6, device=self.device)
         self.adapter.cache_groups = [CacheGroup(0, (cache,))]
         for name in "ab":
@@ -175,12 +225,23 @@ class StepsOnDevice(Steps):
             self.adapter.go_on("path", (batch.logits_indices, walked.rows))
 
 
+CHAIN = TokenTree.from_lists([11, 12], [-1, 0])
+
+
 def chains(device: torch.device) -> None:
-    StepsOnDevice(TokenTree.from_lists([11, 12], [-1, 0]), V2Adapter)
+    StepsOnDevice(Drafts(CHAIN), V2Adapter)
+
+
+def text_chains(device: torch.device) -> None:
+    StepsOnDevice(TextDrafts(CHAIN), V2Adapter)
+
+
+def chains_ahead(device: torch.device) -> None:
+    StepsOnDevice(TextDrafts(CHAIN), V2Adapter, launches_ahead=True)
 
 
 def trees(device: torch.device) -> None:
-    StepsOnDevice(TokenTree.from_lists([11, 12, 13], [-1, -1, -1]), V2TreeAdapter)
+    StepsOnDevice(Drafts(TokenTree.from_lists([11, 12, 13], [-1, -1, -1])), V2TreeAdapter)
 
 
 def beams(device: torch.device) -> None:
@@ -220,19 +281,31 @@ def controls_of(device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
+def after_waits(calls: list[str]) -> list[list[str]]:
+    """What the plugin launches after each wait, until vLLM goes on."""
+    waits = [at for at, call in enumerate(calls) if call == "wait"]
+    after = [
+        itertools.takewhile(lambda c: c not in get_args(Part), calls[at + 1 :]) for at in waits
+    ]
+    return [list(some) for some in after]
+
+
 def main() -> None:
     backend_registration._setup_privateuseone_for_python_backend("pretended")
     result: dict[str, Any] = {}
     controls: dict[str, list[str]] = {}
+    calls: dict[str, list[list[str]]] = {}
     with fake_device() as (watch, device):
-        for scene in (chains, trees, beams):
+        for scene in (chains, text_chains, chains_ahead, trees, beams):
+            watch.calls.clear()
             scene(device)
             result[scene.__name__], watch.faults = watch.faults, []
+            calls[scene.__name__] = after_waits(watch.calls)
         for name, call in controls_of(device).items():
             with contextlib.suppress(Exception):
                 call()
             controls[name], watch.faults = watch.faults, []
-    print("RESULT " + json.dumps({**result, "controls": controls}))
+    print("RESULT " + json.dumps({**result, "controls": controls, "calls": calls}))
 
 
 if __name__ == "__main__":

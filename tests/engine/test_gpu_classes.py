@@ -96,7 +96,13 @@ def test_steps_on_a_fake_device(release):
     newer = newer_vllm() if release == VERSION else {}
     result = run_program("tests.engine.fake_device", **newer)
     controls = result.pop("controls")
-    assert result == {"chains": [], "trees": [], "beams": []}
+    calls = result.pop("calls")
+    scenes = ("chains", "text_chains", "chains_ahead", "trees", "beams")
+    assert result == {scene: [] for scene in scenes}
+    # Between the tokens of a step and the launch of the next, in three steps that draft and one
+    # whose drafts are verified yet.
+    assert calls["text_chains"] == [["_to_copy", "_take_drafts"]] * 3 + [[]]
+    assert calls["chains_ahead"] == [[]] * 4
     assert [name for name, faults in controls.items() if not faults] == ["queued copy", "number"]
     assert len(controls) == 11
 

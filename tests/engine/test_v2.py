@@ -74,6 +74,23 @@ def test_the_walk_is_that_of_its_readable_twin(results) -> None:
     assert results["walks"] == []
 
 
+def test_deliveries_of_drafts_are_those_of_their_readable_twin(results) -> None:
+    assert results["deliveries"] == []
+
+
+def test_steps_ahead_of_their_drafts(results) -> None:
+    """Greedy tokens are plain V2's, beside structured outputs, aborts and faulty drafters, too."""
+    result = results["ahead"]
+    assert result["greedy"] == result["structured"] == result["predicted"] == result["faulty"] == []
+    assert result["preempted"] > 0
+    assert result["accepted_predicted"] > 0
+    assert result["oracle_tokens_per_step"] > 1.3
+    num_ahead, num_steps = result["ahead"]
+    assert num_steps / 3 < num_ahead < num_steps
+    assert result["waits"]["step"][:2] == [0, 1]
+    assert result["requests_left"] == result["blocks_lost"] == 0
+
+
 def test_trees_leave_nothing(trees) -> None:
     assert trees["requests_left"] == trees["blocks_lost"] == 0
 

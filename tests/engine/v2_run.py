@@ -45,6 +45,7 @@ from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.prompts import prompts
 from tests.engine.test_random_requests import THINKING
 from tests.engine.test_random_requests import run as answers_of
+from tests.engine.v2_delivery import differing_deliveries
 from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_faults import ENGINE, FAULTS, reasons
 from tests.engine.v2_neural import compare_neural
@@ -107,6 +108,7 @@ HEADS = {"method": "medusa_dynamic", "model": str(medusa_path())}
 AS_CHAINS = {"num_speculative_tokens": TOKENS, "node_budget": "fixed"}
 AS_TREES = {"num_speculative_tokens": NODES, "node_budget": "fixed", "verification": "tree"}
 CHAINS = {"method": "ngram_trie", **AS_CHAINS}
+AHEAD = {**CHAINS, "launch_ahead": True}
 TREES = {"method": "ngram_trie", **AS_TREES}
 NGRAM = {
     "method": "ngram_gpu",
@@ -122,6 +124,7 @@ METHODS = {
     "lookahead": {**LOOKAHEAD, **AS_TREES},
     "union": {**UNION, **AS_TREES},
     "chains": CHAINS,
+    "chains ahead": AHEAD,
     "medusa chains": {**HEADS, **AS_CHAINS},
     "lookahead chains": {**LOOKAHEAD, **AS_CHAINS},
     "union chains": {**UNION, **AS_CHAINS},
@@ -194,9 +197,11 @@ class Lengths:
         adapter = runner_of(llm).adapter
         stock = adapter._cut
 
-        def cut(output: Any) -> Any:
-            result = stock(output)
-            step = result[0].output
+        def cut(output: Any, lengths: Any = None) -> Any:
+            result = stock(output, lengths)
+            if lengths is not None:  # launched ahead, with places that were planned
+                return result
+            step = result.output
             places = output.scheduled_spec_decode_tokens
             if places:
                 self.scheduled.append(output.total_num_scheduled_tokens)
@@ -275,6 +280,43 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     )
     result["all_tokens"] = totals.tokens
     return result
+
+
+def run_ahead(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
+    """The share of an engine whose steps are launched ahead of their drafts."""
+    before, adapter, totals = free_blocks(llm), runner_of(llm).adapter, trees_of(llm).totals
+    waits, ahead, stock = Waits(llm), [], adapter._plan
+
+    def plan(output: Any) -> Any:
+        lengths = stock(output)
+        ahead.append(lengths is not None)
+        return lengths
+
+    adapter._plan = plan
+    with preemptions(llm) as preempted:
+        outputs = generate(llm, TEXTS, MIXED)
+    result: dict[str, Any] = {
+        "greedy": differences(plain["greedy"], outputs),
+        "preempted": len(preempted),
+        "structured": differences(plain["structured"], structured(llm)),
+        **predicted(llm, plain["long"]),
+    }
+    put_in(llm, ChainOracle)
+    steps, tokens = totals.steps, totals.tokens
+    check_outputs_beside_aborts(llm, plain["long"], greedy(), {3: [0], 7: [3]})
+    result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
+    put_in(llm, FaultyDrafter)
+    result["faulty"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
+    for _ in range(3):  # let the worker hear of the last ones
+        if scheduler_of(llm).has_requests():
+            llm.llm_engine.step()
+    return {
+        **result,
+        "ahead": [sum(ahead), len(ahead)],
+        "waits": waits.summary(),
+        "requests_left": len(adapter._requests) + len(trees_of(llm).forecast._rates),
+        "blocks_lost": before - free_blocks(llm),
+    }
 
 
 def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
@@ -490,6 +532,7 @@ def compare_all(folder: Path) -> dict[str, Any]:
     union = {**UNION, **AS_CHAINS}
     result["synchronous"] = run(engine(speculative_config=union, **synchronous), plain)
     result["asynchronous"] = run(engine(speculative_config=CHAINS), plain)
+    result["ahead"] = run_ahead(engine(speculative_config=AHEAD), plain)
     ngram = engine(speculative_config=NGRAM)
     waits = Waits(ngram)
     outputs = generate(ngram, TEXTS[:3], greedy())
@@ -502,7 +545,7 @@ def compare_all(folder: Path) -> dict[str, Any]:
     if v2_lengths.HAS_ROW_PER_PLACE:  # once, with the oldest vLLM
         requests = TEXTS[:4], greedy()
         result |= compare_neural(engine, requests, plain["long"][:4], folder)
-    return {**result, "walks": differing_walks(20)}
+    return {**result, "walks": differing_walks(20), "deliveries": differing_deliveries(20)}
 
 
 def main() -> None:

@@ -2,10 +2,13 @@
 
 from vllm_trie.budget.acceptance import AcceptanceCalibration
 from vllm_trie.budget.controller import NodeBudget
+from vllm_trie.budget.forecast import DraftForecast, planned_lengths
 from vllm_trie.budget.step_cost import StepCost
 
 __all__ = [
     "AcceptanceCalibration",
+    "DraftForecast",
     "NodeBudget",
     "StepCost",
+    "planned_lengths",
 ]

@@ -95,7 +95,7 @@ def test_the_wait_is_measured_by_steps_without_drafts() -> None:
     drafters: list[Any] = []
     guard: Any = SimpleNamespace(drafter=SimpleNamespace(context=make_context()))
 
-    def run(name: str, num_drafts: int) -> Any:
+    def run(name: str, num_drafts: int, ahead: bool = False) -> Any:
         drafters.append(guard.drafter)
         return decoded([7, 8], {"plain": 2.0, "waited": 3.0}.get(name, 3.5), 2.0)
 
@@ -103,9 +103,12 @@ def test_the_wait_is_measured_by_steps_without_drafts() -> None:
         prompts=[GREEDY], dtype=torch.float32, run=run, compile=lambda num_drafts: None
     )
     adapter: Any = SimpleNamespace(
-        trees=SimpleNamespace(guard=guard), begin=lambda: None, num_places=4
+        trees=SimpleNamespace(guard=guard), begin=lambda: None, num_places=4, launches_ahead=True
     )
     budget = MagicMock()
+    assert start_check._compare(decoder, adapter, budget) is None
+    budget.expect_wait.assert_not_called()  # the device does not wait for the launch
+    adapter.launches_ahead = False
     assert start_check._compare(decoder, adapter, budget) is None
     budget.expect_wait.assert_called_once_with(2.0, 3.0)
     (tree,) = drafters[-1].propose([DraftRequest("a", np.array([1, 7], dtype=np.int32), 1, 4, 4)])
@@ -155,7 +158,7 @@ class _Rank:
 
     # Of the adapter:
 
-    num_places = 4
+    num_places, launches_ahead = 4, False
 
     def begin(self) -> None:
         self._is_drafting = True

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.triton_utils import triton
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from tests.oracles.delivery import Kernel
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_tree_exchange import Rank
 from vllm_trie.budget import NodeBudget
@@ -27,6 +30,7 @@ from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.vllm_hooks.worker.drafting.draft_requests import ended_request
 from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
 from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
+from vllm_trie.vllm_hooks.worker.runners import v2_delivery
 from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
 from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
@@ -82,34 +86,48 @@ class Event:
         return Event.has_arrived
 
 
+class SharedMemory:
+    """A stand-in for memory that host and device share."""
+
+    def __init__(self, size: Any, dtype: torch.dtype) -> None:
+        self._tensor = torch.zeros(size, dtype=dtype)
+        self.np = self._tensor.numpy()
+
+    def uva(self) -> torch.Tensor:
+        return self._tensor
+
+
 class Steps:
     """An adapter and the runner's part of its steps."""
 
     device = torch.device("cpu")
 
     def __init__(
-        self, drafter: Drafter | None = None, adapter_class: type[V2Adapter] = V2Adapter
+        self,
+        drafter: Drafter | None = None,
+        adapter_class: type[V2Adapter] = V2Adapter,
+        launches_ahead: bool = False,
     ) -> None:
         self.drafter: Any = drafter or NextNumbers()
         guard = GuardedDrafter(self.drafter, VOCAB, 30.0, logging.getLogger("tests.v2"))
+        self.indices: dict[str, int] = {}
         states: Any = SimpleNamespace(
             max_num_reqs=8,
             max_model_len=MAX_MODEL_LEN,
             num_speculative_steps=WIDTH,
             draft_tokens=torch.zeros(8, WIDTH, dtype=torch.int64, device=self.device),
+            req_id_to_index=self.indices,
         )
         self.states = states
         chain_only = adapter_class is V2Adapter
-        self.adapter = adapter_class(TreeVerifier(guard), chain_only, states, self.device)
+        self.adapter = adapter_class(
+            TreeVerifier(guard), chain_only, states, self.device, launches_ahead
+        )
         runner: Any = SimpleNamespace(
-            use_pp=False,
-            adaptive_verification=None,
-            cudagraph_manager=None,
-            draft_tokens_handler=SimpleNamespace(set_draft_tokens=lambda batch, drafts: None),
+            use_pp=False, adaptive_verification=None, cudagraph_manager=None
         )
         self.adapter.runner = runner
         self.adapter.begin()
-        self.indices: dict[str, int] = {}
 
     def on_device(self, values: Any, dtype: Any = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.asarray(values, dtype=dtype))
@@ -135,19 +153,28 @@ class Steps:
     def step(
         self, sampled: dict[str, list[int]], scheduled: int = 0, max_nodes: int = WIDTH
     ) -> list[list[int]]:
-        """Run a step with these tokens sampled; return each request's row of draft tokens."""
-        rows: list[list[int]] = self.run_step(sampled, scheduled, max_nodes).tolist()
-        return rows
+        """Run a step with these tokens sampled, and draft after it; return each request's row of
+        draft tokens."""
+        self.run_step(sampled, scheduled, max_nodes)
+        self.adapter.draft()
+        return [self.row_of(request_id) for request_id in sampled]
+
+    def row_of(self, request_id: str) -> list[int]:
+        """The draft tokens of a request, and fillers."""
+        text = self.adapter._requests.get(request_id)
+        drafted = text.drafted if text else []
+        return [*drafted, *[0] * (WIDTH - len(drafted))]
 
     def run_step(
         self, sampled: dict[str, list[int]], scheduled: int = 0, max_nodes: int = WIDTH
-    ) -> torch.Tensor:
+    ) -> None:
         ids = [*sampled]
         places = {i: [-1] * scheduled for i in ids} if scheduled else {}
         output: Any = SimpleNamespace(
             scheduled_new_reqs=[],
             num_scheduled_tokens=dict.fromkeys(ids, scheduled + 1),
             scheduled_spec_decode_tokens=places,
+            has_structured_output_requests=False,
             total_num_scheduled_tokens=len(ids) * (scheduled + 1),
         )
         output = self.adapter.launch(output)
@@ -173,29 +200,31 @@ class Steps:
         )
         # Row r of the logits has hidden state [r].
         hidden_states = self.on_device(range(-1, num_rows), np.float32).unsqueeze(1)
+        self.adapter.go_on("requests")
         self.adapter.go_on("inputs", batch)
         self.adapter.go_on("positions", [self.on_device(range(1 + num_rows))])
-        _, self.fillers = self.adapter.go_on("masks")
+        self.adapter.go_on("masks")
         self.verify(batch)
         counts = self.on_device([len(some) for some in sampled.values()])
         self.adapter.go_on("tokens", (self.on_device(tokens), counts))
         placeholders = self.adapter.propose(batch, hidden_states, max_nodes)
         self.states.draft_tokens[batch.idx_mapping] = placeholders
-        self.adapter.draft()
-        rows: torch.Tensor = self.states.draft_tokens[batch.idx_mapping]
-        return rows
+        self.fillers = self.adapter._fillers
 
     def verify(self, batch: Any) -> None:
         """Do nothing: what is sampled is given."""
 
     def statistics(self) -> Any:
         """What is sent with the next output; None if there is nothing."""
-        output = SimpleNamespace(model_runner_output=SimpleNamespace())
-        self.adapter.finish(output, {})
+        output: Any = SimpleNamespace(model_runner_output=SimpleNamespace())
+        self.adapter.finish(output)
         return getattr(output.model_runner_output, STATS_ATTRIBUTE, None)
 
-    def drafted(self, request_id: str) -> int:
-        return int(self.adapter.num_drafted[self.indices[request_id]])
+    def on_the_device(self, request_id: str) -> list[int]:
+        """The draft that the device took last for a request."""
+        slot = self.indices[request_id]
+        row: list[int] = self.states.draft_tokens[slot].tolist()
+        return row[: int(self.adapter.num_drafted[slot])]
 
 
 @pytest.fixture
@@ -203,6 +232,9 @@ def steps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event())
     monkeypatch.setattr(Event, "waits", 0)
     monkeypatch.setattr(Event, "has_arrived", False)
+    monkeypatch.setattr(v2_delivery, "_take_drafts", Kernel())
+    monkeypatch.setattr(triton, "next_power_of_2", lambda number: number, raising=False)
+    monkeypatch.setattr(buffer_utils, "UvaBuffer", SharedMemory)
     return Steps()
 
 
@@ -227,7 +259,6 @@ def test_a_draft_that_the_scheduler_cut(steps):
 def test_prefills_in_chunks_get_no_draft(steps):
     steps.add("a", [7, 8])
     assert steps.step({"a": []}) == [[0] * WIDTH]
-    assert steps.drafted("a") == 0
     assert steps.statistics() is None
 
 
@@ -285,8 +316,7 @@ def test_drafts_end_before_the_length_limit(steps):
     steps.step({"a": [11]})
     (request,) = steps.drafter.requests
     assert (request.max_nodes, request.max_depth) == (2, 2)
-    steps.step({"a": [12, 13, 14]}, scheduled=2)
-    assert steps.drafted("a") == 0
+    assert steps.step({"a": [12, 13, 14]}, scheduled=2) == [[0] * WIDTH]
 
 
 def test_a_request_that_starts_again(steps):
@@ -359,7 +389,6 @@ def test_a_pause_waits_at_its_end_only(steps, budget):
     steps.drafter.requests = []
     for token in range(14, 19):
         assert steps.step({"a": [token], "b": [token + 8]}, scheduled=WIDTH) == [[0] * WIDTH] * 2
-        assert steps.drafted("a") == 0
     assert not steps.drafter.requests
     assert Event.waits == 2
     assert steps.adapter._requests["a"].num_tokens == 5
@@ -540,3 +569,153 @@ def test_traces_follow_the_requests(steps, tmp_path):
         ([6], [], []),
         ([7, 8, 9], [7, 8, 9, 10], [0, 1]),
     ]
+
+
+# -- steps that are launched ahead of their drafts -------------------------------------------------
+
+
+class Ahead(Steps):
+    """Steps that are scheduled before anything is read of the one before.
+
+    Attributes:
+        device_waits: Planned places of each step that was launched ahead.
+        taken: The drafts that the device has where it verifies a step.
+    """
+
+    def __init__(self, launches_ahead: bool) -> None:
+        drafter = NextNumbers()
+        drafter.needs_hidden_states = False  # type: ignore[misc]
+        super().__init__(drafter, launches_ahead=launches_ahead)
+        self.device_waits: list[dict[str, int]] = []
+        plan = self.adapter._plan
+
+        def noted(output: Any) -> Any:
+            lengths = plan(output)
+            if lengths is not None:
+                self.device_waits.append(lengths)
+            return lengths
+
+        self.adapter._plan = noted  # type: ignore[method-assign]
+
+    def verify(self, batch: Any) -> None:
+        self.taken = {name: self.on_the_device(name) for name in batch.req_ids}
+
+    def run(self, *steps: dict[str, list[int]]) -> list[Any]:
+        """What the drafter and the device get of each step."""
+        seen = []
+        for sampled in steps:
+            self.drafter.requests = []
+            self.run_step(sampled, scheduled=WIDTH if self.adapter._last else 0)
+            read = [(r.request_id, r.token_ids.tolist()) for r in self.drafter.requests]
+            kept = [i for i in sampled if self.fillers.get(i, WIDTH) < WIDTH]
+            seen.append((read, {i: self.taken[i] for i in kept}, dict(self.fillers)))
+        return seen
+
+
+TOKENS = [
+    {"a": [11], "b": [21], "c": [35]},
+    {"a": [12, 13, 9], "b": [22], "c": [36]},
+    {"a": [3], "c": [37, 38, 39, 40, 6]},  # b is preempted
+    {"a": [4, 5, 11], "c": [7]},
+    {"a": [12, EOS, 3], "c": [8, 9, 10, 11]},  # a has ended
+    {"a": [16], "c": [12]},
+    {"c": [13, 14]},
+]
+
+
+def test_steps_ahead_of_their_drafts_get_the_same_drafts(steps):
+    runs = []
+    for launches_ahead in (False, True):
+        ahead = Ahead(launches_ahead)
+        for name in "abc":
+            ahead.add(name, [7, 8], **({"ignore_eos": True} if name == "c" else {}))
+        seen = ahead.run(*TOKENS)
+        assert len(ahead.device_waits) == (6 if launches_ahead else 0)
+        ahead.adapter.draft()
+        stats = ahead.statistics()
+        texts = {
+            name: text.token_ids[: text.num_tokens].tolist()
+            for name, text in ahead.adapter._requests.items()
+        }
+        runs.append((seen, texts, stats.steps, stats.tokens, stats.waits))
+    assert runs[0] == runs[1]
+    assert runs[0][0][1][1] == {"a": [12, 13, 14, 15], "b": [22, 23, 24, 25]}
+
+
+def test_a_step_ahead_is_launched_before_anything_is_waited_for(steps, monkeypatch):
+    events: list[str] = []
+    ahead = Ahead(True)
+    ahead.adapter._device = SimpleNamespace(type="device")  # which computes later than it is told
+    delivery = ahead.adapter._delivery
+    for name in ("send", "reserve", "launch", "deliver"):
+        stock = getattr(delivery, name)
+        monkeypatch.setattr(
+            delivery, name, lambda *a, name=name, stock=stock: (events.append(name), stock(*a))
+        )
+    monkeypatch.setattr(Event, "synchronize", lambda self: events.append("wait"))
+    verify = ahead.verify
+    monkeypatch.setattr(ahead, "verify", lambda batch: (events.append("verify"), verify(batch)))
+    propose = ahead.drafter.propose
+    ahead.drafter.propose = lambda requests: (events.append("draft"), propose(requests))[1]
+    ahead.add("a", [7, 8])
+    ahead.run({"a": [11]}, {"a": [12, 13, 9]}, {"a": [10]})
+    launched = ["reserve", "launch", "verify", "wait", "draft", "deliver"]
+    assert events == ["verify", *launched, *launched]
+    ahead.drafter.propose = propose
+    # The last kernel ran before its drafts were there, so it gave up and took none.
+    assert ahead.taken == {"a": []}
+    assert ahead.adapter.launches_ahead
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"has_structured_output_requests": True},
+        {"total_num_scheduled_tokens": 9},  # a prefill, or beams
+        {"scheduled_spec_decode_tokens": {}},
+    ],
+)
+def test_steps_whose_drafts_come_first(steps, change):
+    ahead = Ahead(True)
+    ahead.add("a", [7, 8])
+    ahead.run({"a": [11]}, {"a": [12, 9]})
+    output = SimpleNamespace(
+        has_structured_output_requests=False,
+        total_num_scheduled_tokens=1 + WIDTH,
+        scheduled_spec_decode_tokens={"a": [-1] * WIDTH},
+    )
+    assert ahead.adapter._plan(output) == {"a": WIDTH}
+    assert ahead.adapter._plan(SimpleNamespace(**{**vars(output), **change})) is None
+    ahead.drafter.needs_hidden_states = True
+    assert ahead.adapter._plan(output) is None
+
+
+def test_a_pause_ends_with_drafts_that_come_first(steps):
+    ahead = Ahead(True)
+    budget = ahead.adapter.trees.budget = Pausing()
+    ahead.add("a", [7, 8])
+    ahead.run({"a": [11]}, {"a": [12, 9]})
+    budget.pauses = True
+    ahead.run({"a": [10]}, {"a": [11]}, {"a": [12]})
+    num_ahead = len(ahead.device_waits)
+    assert Event.waits == 3  # the last drafts are verified yet
+    budget.pauses = False
+    ahead.run({"a": [13]}, {"a": [14, 15, 3]})
+    assert Event.waits == 4
+    assert len(ahead.device_waits) == num_ahead
+    ahead.run_step({"a": [4]}, scheduled=WIDTH)
+    assert len(ahead.device_waits) == num_ahead + 1
+
+
+def test_nothing_is_launched_ahead_where_the_device_gives_up(steps, caplog):
+    """Three times in a row: something in that engine waits for the device."""
+    ahead = Ahead(True)
+    ahead.adapter._device = SimpleNamespace(type="device")
+    ahead.add("a", [7, 8])
+    run = [{"a": [token]} for token in (11, 12, 13, 14, 16, 17, 18)]
+    ahead.run(*run)
+    assert len(ahead.device_waits) == 4
+    assert not ahead.adapter.launches_ahead
+    assert ahead.taken == {"a": [18, 19, 20]}
+    text = ahead.adapter._requests["a"]
+    assert text.token_ids[2 : text.num_tokens].tolist() == [11, 12, 13, 14, 16, 17]

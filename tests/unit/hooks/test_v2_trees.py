@@ -45,7 +45,11 @@ class Idle(Drafter):
 def adapter(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: None)
     guard = GuardedDrafter(Idle(), VOCAB, 30.0, logging.getLogger("tests.v2"))
-    states: Any = SimpleNamespace(max_num_reqs=8, num_speculative_steps=NUM_NODES)
+    states: Any = SimpleNamespace(
+        max_num_reqs=8,
+        num_speculative_steps=NUM_NODES,
+        draft_tokens=torch.zeros(8, NUM_NODES, dtype=torch.int64),
+    )
     return V2TreeAdapter(TreeVerifier(guard), False, states, torch.device("cpu"))
 
 

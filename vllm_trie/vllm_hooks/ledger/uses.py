@@ -52,6 +52,8 @@ _v2("async_utils:AsyncOutput.__init__", "relied on",
     "the output that the scheduler gets is in its model_runner_output", "model_runner_output")
 _v2("async_utils:async_copy_to_np", "called",
     "copies sampled tokens to the host", "x")
+_v2("buffer_utils:UvaBuffer", "made",
+    "memory of the host in which the device waits for drafts", "size dtype")
 _v2("cudagraph_utils:CudaGraphManager.capture", "relied on",
     "leaves the captured graphs in `graphs`, by description", "create_forward_fn")
 _v2("input_batch:get_num_sampled_and_rejected", "called",
@@ -82,8 +84,6 @@ _v2("spec_decode.rejection_sampler:RejectionSampler.__init__", "called",
     "the plugin's samplers derive from it", "sampler spec_config device watermark_key")
 _v2("spec_decode.rejection_sampler:get_max_chunk_logits", "called",
     "bounds float32 copies of logits", "vocab_size")
-_v2("spec_decode.utils:DraftTokensHandler.set_draft_tokens", "called",
-    "hands drafts to the scheduler, for structured outputs", "input_batch draft_tokens")
 _v2("structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask", "relied on",
     "takes a row of masks for each scheduled place, or as many for every request",
     "logits input_batch grammar_req_ids grammar_bitmask")

@@ -55,6 +55,12 @@ class EngineOptions(BaseModel):
         description="'adaptive' verifies the nodes that make the most tokens per second, down to "
         "none; 'fixed' verifies all drafted nodes.",
     )
+    launch_ahead: bool = Field(
+        default=False,
+        description="Launch steps ahead of their drafts, for which the GPU then waits instead of "
+        "for the launch. Has never run on a GPU. Takes effect on Model Runner V2, for chains that "
+        "one GPU verifies, without LoRA and trained drafters.",
+    )
     draft_timeout_s: float = Field(
         default=10.0,
         gt=0.0,

@@ -194,9 +194,9 @@ def _compare(decoder: _Decoder, adapter: V2Adapter, budget: NodeBudget | None) -
     adapter.begin()
     decoder.compile(adapter.num_places)
     # Twice, as another program may slow one down; not only then, as ranks run the same steps.
-    runs = [decoder.run(f"drafted{i}", adapter.num_places) for i in range(2)]
+    runs = [decoder.run(f"drafted{i}", adapter.num_places, ahead=i > 0) for i in range(2)]
     drafted = min(runs, key=lambda run: run.step_seconds)
-    if budget is not None:
+    if budget is not None and not adapter.launches_ahead:
         guard.drafter = _KnownAnswers(guard.drafter.context, {})
         waited = decoder.run("waited", adapter.num_places)
         budget.expect_wait(plain.step_seconds, waited.step_seconds)
@@ -287,6 +287,7 @@ class _Decoder:
         self._count_blocks: Callable[[int, Any], int] = warmup._warmup_block_counter(runner)
         self._specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self._num_runs = 0
+        self._drafts_first = True
         self._is_async = runner.scheduler_config.async_scheduling
         dummy = LoRARequest("warmup_1", 1, "no path") if runner.lora_config else None
         self.prompts = self._fitting(
@@ -348,12 +349,14 @@ class _Decoder:
         finally:
             self.prompts = every_prompt
 
-    def run(self, name: str, num_drafts: int) -> _Decoded:
-        """Decode all prompts, with places for `num_drafts` draft tokens in each step.
+    def run(self, name: str, num_drafts: int, ahead: bool = False) -> _Decoded:
+        """Decode all prompts, with places for `num_drafts` draft tokens in each step, which is
+        launched ahead of the drafts if `ahead`, in engines that do so.
 
         Without drafts, a step is launched before the output of the last is read, as the engine
         does that the check stands for.
         """
+        self._drafts_first = not (ahead and self._adapter.launches_ahead)
         names = [f"_vllm_trie_{name}_{i}_" for i in range(len(self.prompts))]
         output = _Output(len(names))
         queued: deque[Any] = deque()
@@ -475,7 +478,8 @@ class _Decoder:
     ) -> Any:
         step.num_scheduled_tokens = sizes
         step.total_num_scheduled_tokens = sum(sizes.values())
-        self._adapter.draft()
+        if self._drafts_first:
+            self._adapter.draft()
         self._agreement.go_on()
         self._worker.execute_model(step)
         return self._worker.sample_tokens(grammar)

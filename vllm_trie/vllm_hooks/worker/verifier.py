@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import TreeBatch, likeliest
-from vllm_trie.budget import NodeBudget
+from vllm_trie.budget import DraftForecast, NodeBudget
 from vllm_trie.drafters import DraftRequest, LogitsRows, VerifiedStep
 from vllm_trie.ngrams.native import ROW_TOKENS
 from vllm_trie.tree import TokenTree
@@ -122,6 +122,7 @@ class TreeVerifier:
         recorder: Writes the traces that requests ask for; ``None`` where the operator wants none.
 
     Attributes:
+        forecast: Of the next drafts, where steps are launched ahead of them.
         step: The step that began last.
         totals: Statistics over the engine's lifetime.
     """
@@ -137,6 +138,7 @@ class TreeVerifier:
         self.guard = guard
         self.budget = budget
         self.recorder = recorder
+        self.forecast: DraftForecast | None = None
         self.step = TreeStep()
         self.totals = TreeStats()
         self.share_trees = share_trees
@@ -148,45 +150,60 @@ class TreeVerifier:
     def begin_step(
         self,
         request_ids: Sequence[str],
-        drafts: Mapping[str, Sequence[int]],
+        drafts: Mapping[str, Sequence[int]] | None,
         num_tokens: int,
         started: float,
         num_fillers: int = 0,
     ) -> TreeStep:
-        """Begin a step: find the trees that the scheduled drafts stand for, and decide whether its
-        batch is to get drafts.
+        """Begin a step, with its drafts or ahead of them.
 
         Args:
             request_ids: Of the batch, in its order.
-            drafts: Draft tokens by request id, as the scheduler sends them.
+            drafts: See :meth:`take_drafts`, which follows where they are not known yet: None.
             num_tokens: Scheduled tokens of all requests.
             started: When the step began, by ``time.perf_counter``.
             num_fillers: Tokens that drafts are filled up with.
         """
-        start = time.perf_counter()
         num_requests = len(request_ids)
-        num_decode_tokens = num_requests + sum(map(len, drafts.values())) + num_fillers
+        num_drafted = sum(map(len, (drafts or {}).values()))
         step = self.step = TreeStep(
             request_ids=request_ids,
             trees=[TokenTree.empty()] * num_requests,
             first_rows=range(num_requests),
             accepted=[()] * num_requests,
-            num_decode_tokens=num_tokens if num_tokens == num_decode_tokens else 0,
+            num_decode_tokens=num_tokens
+            if num_tokens == num_requests + num_drafted + num_fillers
+            else 0,
             started=started,
-            is_pausing=self.budget is not None
-            and not self.budget.should_draft(num_requests)  # counts steps, so first
-            and (self.share_trees is None or self.budget.drafting_waits),
-            has_drafts=bool(drafts),
+            has_drafts=True,
+        )
+        if drafts is not None:
+            self.take_drafts(step, drafts)
+        return step
+
+    def take_drafts(self, step: TreeStep, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Find the trees that a step's drafts stand for, and decide whether its batch is to get
+        drafts.
+
+        Args:
+            step: Changed.
+            drafts: Draft tokens by request id, as the scheduler sends them.
+        """
+        start = time.perf_counter()
+        step.has_drafts = bool(drafts)
+        step.is_pausing = (
+            self.budget is not None
+            and not self.budget.should_draft(len(step.request_ids))  # counts steps, so first
+            and (self.share_trees is None or self.budget.drafting_waits)
         )
         if drafts:
             step.trees = [
                 scheduled_tree(self._stored_trees.get(request_id), drafts.get(request_id, ()))
-                for request_id in request_ids
+                for request_id in step.request_ids
             ]
             num_rows = (len(tree.token_list) + 1 for tree in step.trees[:-1])
             step.first_rows = [0, *accumulate(num_rows)]
             self._stats.preparation_seconds += time.perf_counter() - start
-        return step
 
     def place(
         self,
@@ -325,28 +342,29 @@ class TreeVerifier:
         self,
         step: TreeStep,
         requests: Mapping[int, DraftRequest],
-        sample_hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor | None,
         since: float,
+        lengths: Mapping[str, int] | None = None,
     ) -> list[list[int]]:
         """Draft the trees of the next step.
 
         Args:
             step: The one that ended.
             requests: Those that get a tree, by batch index.
-            sample_hidden_states: [logits rows, hidden_size].
+            sample_hidden_states: [logits rows, hidden_size]; None where the drafter reads none.
             since: When drafting for this step began, by ``time.perf_counter``.
+            lengths: Places for each draft in a step that is launched already, by request id.
 
         Returns:
             The draft tokens of each request of the batch.
         """
         spent = self.guard.seconds
-        takes_hidden_states = self.guard.drafter.needs_hidden_states
         for index, request in requests.items():
             step.show(request, index)
-            if takes_hidden_states:
+            if sample_hidden_states is not None and self.guard.drafter.needs_hidden_states:
                 request.hidden_state = sample_hidden_states[step.last_row(index)]
         drafts: list[list[int]] = [[] for _ in step.request_ids]
-        trees = self._propose(step, list(requests.values()))
+        trees = self._propose(step, list(requests.values()), lengths)
         for (index, request), tree in zip(requests.items(), trees, strict=True):
             if tree.num_nodes:
                 self._stored_trees[request.request_id] = tree
@@ -360,8 +378,14 @@ class TreeVerifier:
             self.budget.observe_drafting(elapsed)
         return drafts
 
-    def _propose(self, step: TreeStep, requests: list[DraftRequest]) -> list[TokenTree]:
-        """Return the trees of some requests, cut by the budget, the same on all ranks."""
+    def _propose(
+        self,
+        step: TreeStep,
+        requests: list[DraftRequest],
+        lengths: Mapping[str, int] | None = None,
+    ) -> list[TokenTree]:
+        """Return the trees of some requests, cut to their places or by the budget, the same on all
+        ranks."""
         if self.budget is not None and self.share_trees is None:
             least = self.budget.least_probability(step.num_decoding)
             for request in requests:
@@ -369,11 +393,29 @@ class TreeVerifier:
         proposed = trees = self.guard.propose(requests) if requests else []
         if self.budget is not None:
             trees = self.budget.cut(trees, step.num_decoding)
+        if self.forecast is not None:
+            self._observe_forecast(self.forecast, requests, proposed)
+        if lengths is not None:
+            # What the step has places for costs nothing more; the budget pauses drafting at most.
+            pairs = zip(requests, proposed, strict=True)
+            trees = [tree.prefix(lengths.get(request.request_id, 0)) for request, tree in pairs]
         if self.recorder is not None:
             request_ids = [request.request_id for request in requests]
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
             self.recorder.observe_drafts(step.request_ids, drafts, self.guard.has_failed)
         return trees if self.share_trees is None else self.share_trees(trees)
+
+    def _observe_forecast(
+        self,
+        forecast: DraftForecast,
+        requests: Sequence[DraftRequest],
+        proposed: Sequence[TokenTree],
+    ) -> None:
+        for request, tree in zip(requests, proposed, strict=True):
+            rates = np.ones(tree.num_nodes)
+            if tree.probabilities is not None and self.budget is not None:
+                rates = self.budget.acceptance(tree.probabilities)
+            forecast.observe(request.request_id, rates)
 
     def take_stats(self) -> TreeStats | None:
         """Return the statistics since the last call, if any request got tokens; end the step."""
@@ -397,5 +439,7 @@ class TreeVerifier:
         """Forget a request that has ended, see :meth:`GuardedDrafter.release`."""
         self._stored_trees.pop(request_id, None)
         self.guard.release(request_id, ended)
+        if self.forecast is not None:
+            self.forecast.release(request_id)
         if self.recorder is not None:
             self.recorder.end(request_id)

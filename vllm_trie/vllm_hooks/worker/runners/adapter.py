@@ -16,6 +16,7 @@ from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup, cach
 from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 Part = Literal[
+    "requests",  # the batch's requests are known to vLLM's runner
     "inputs",  # the batch's inputs are laid out
     "positions",  # so are its KV slots
     "masks",  # a grammar's masks are there
@@ -24,8 +25,6 @@ Part = Literal[
     "tokens",  # the new tokens are there, on Model Runner V2 on the device
     "states",  # the hidden states, too
     "drafts",  # drafts are asked for
-    "launch",  # the next step is to be launched
-    "arrival",  # the new tokens have arrived at the host
     "end",
 ]
 """What vLLM's runner has done in a step, in this order."""

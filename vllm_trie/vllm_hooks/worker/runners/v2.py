@@ -141,13 +141,30 @@ class DraftedOnly(RejectionSampler):
 def _make_adapter(
     vllm_config: VllmConfig, device: torch.device, req_states: RequestState
 ) -> V2Adapter:
-    adapter, chain_only = V2Adapter, config.verification(vllm_config) == "chain"
-    if not chain_only:
-        # Imports much of Model Runner V2, and every worker imports this module.
-        from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
+    verifier = make_verifier(vllm_config)
+    if config.verification(vllm_config) == "chain":
+        launches_ahead = _launches_ahead(vllm_config)
+        return V2Adapter(verifier, True, req_states, device, launches_ahead)
+    # Imports much of Model Runner V2, and every worker imports this module.
+    from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
 
-        adapter = V2TreeAdapter
-    return adapter(make_verifier(vllm_config), chain_only, req_states, device)
+    return V2TreeAdapter(verifier, False, req_states, device)
+
+
+def _launches_ahead(vllm_config: VllmConfig) -> bool:
+    """Return whether steps may be launched ahead of their drafts.
+
+    Adapters are copied to the device by copies that wait for it. A rank whose device gave up its
+    drafts would verify other tokens than the others.
+    """
+    tree_config = config.read(vllm_config)
+    return (
+        tree_config is not None
+        and tree_config.engine_options.launch_ahead
+        and tree_config.neural is None
+        and vllm_config.lora_config is None
+        and vllm_config.parallel_config.world_size_across_dp == 1
+    )
 
 
 class RunnerV2Mixin(_Runner):
@@ -249,12 +266,15 @@ class RunnerV2Mixin(_Runner):
     @_runner.overrides("drafts before the scheduler asks")
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         self.adapter.draft()
-        return super().take_draft_token_ids()
+        drafts = super().take_draft_token_ids()
+        self.adapter.fill_in(drafts)
+        return drafts
 
-    @_runner.overrides("finds the step's drafts")
+    @_runner.overrides("the step writes its drafts where this reads them, and finds them")
     def prepare_inputs(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> InputBatch:
+        self.adapter.go_on("requests")
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
         manager = self.cudagraph_manager
         if manager is not None and manager.varlen_decode and not batch.has_prefill:
@@ -305,10 +325,9 @@ class RunnerV2Mixin(_Runner):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.execute_model_state is None:  # it has failed; None lets vLLM raise why
             return super().sample_tokens(grammar_output)
-        masks, fillers = self.adapter.go_on("masks", grammar_output)
-        output = super().sample_tokens(masks)
+        output = super().sample_tokens(self.adapter.go_on("masks", grammar_output))
         if output is not None:
-            self.adapter.finish(output, fillers)
+            self.adapter.finish(output)
         return output
 
 

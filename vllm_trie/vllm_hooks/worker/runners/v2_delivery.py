@@ -1,0 +1,155 @@
+"""Drafts on their way to the device, where a step reads them.
+
+A step is launched behind its drafts, or ahead of them, while the step before still runs. The device
+then waits for the drafts in front of the step, in a kernel that reads the host's memory::
+
+    device   [ step k ][ waits ][ step k + 1 ]
+    host       launches k + 1   [ tokens of k, drafts, delivers ]
+
+The kernel gives up after :data:`_MOST_READS` reads, and the step then verifies fillers. So a host
+that delivers nothing costs a step its drafts, and the device never waits for good. A host may fail,
+or wait for the device itself: CUDA does where it loads a kernel or allocates memory.
+
+Of a row of the host's memory, which holds the draft of a request::
+
+    column    0     1                          2 ... N + 1
+    value     slot  number of drafted tokens   drafted tokens, fillers
+
+Each value but the slot carries the number of its delivery in its upper 32 bits. A value that has
+arrived is therefore known as such, in whatever order the device sees the host's writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.triton_utils import tl, triton
+from vllm.utils.platform_utils import is_uva_available
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu import buffer_utils
+
+_FILLER = 0
+"""Any token of the vocabulary: the model computes it, verification never accepts it."""
+_MOST_READS = 1 << 18
+"""Of the host's memory by a waiting kernel: a few tenths of a second, by estimate."""
+_MOST_LATE = 3
+"""Deliveries in a row that the device gave up, until no step is launched ahead any more."""
+
+logger = init_logger(__name__)
+
+
+def packed(drafts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Return int64 [requests, 1 + width]: the number of each draft's tokens, they, and fillers."""
+    rows = np.full((len(drafts), 1 + width), _FILLER, dtype=np.int64)
+    for row, draft in zip(rows, drafts, strict=True):
+        row[0] = len(draft)
+        row[1 : 1 + len(draft)] = draft
+    return rows
+
+
+class Delivery:
+    """Writes each step's drafts to the device, or lets the device wait for them.
+
+    Args:
+        draft_tokens: int64 [max_num_seqs, N] on the device, where vLLM reads them.
+        launches_ahead: Whether the device is to wait.
+
+    Attributes:
+        num_drafted: int64 [max_num_seqs] on the device, drafted tokens of the requests whose drafts
+            the step verifies, by the runner's request index.
+        launches_ahead: Whether the device can wait: where it reads the host's memory, and has not
+            given up too often.
+    """
+
+    def __init__(self, draft_tokens: torch.Tensor, launches_ahead: bool) -> None:
+        max_num_reqs, self._width = draft_tokens.shape
+        self._draft_tokens = draft_tokens
+        self.num_drafted = draft_tokens.new_zeros(max_num_reqs)
+        is_shared = is_uva_available() or draft_tokens.device.type == "cpu"
+        self.launches_ahead = launches_ahead and is_shared
+        self._number = self._num_late = 0  # of the last delivery; of those given up in a row
+        self._delivered = -1  # number of the last complete one
+        if self.launches_ahead:
+            # Two, as the device may still read the last one where the next is reserved; both at
+            # addresses that Triton compiles one kernel for.
+            shape = 2, max_num_reqs + max_num_reqs % 2, 2 + self._width
+            self._shared = buffer_utils.UvaBuffer(shape, dtype=torch.int64)
+            self._given_up = buffer_utils.UvaBuffer(2, dtype=torch.int64)
+            self._rows = self._shared.np[0, :0]
+
+    def send(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        """Write drafts that are known; `slots` are the runner's indices of the requests."""
+        rows = np.concatenate([np.array(slots)[:, None], packed(drafts, self._width)], axis=1)
+        staged = async_tensor_h2d(rows, device=self._draft_tokens.device)
+        self._launch(staged, len(slots), 0, self.num_drafted)
+
+    def reserve(self, slots: Sequence[int]) -> None:
+        """Begin a delivery to these requests, once the step before the last has ended."""
+        self._number = self._number % (2**31 - 2) + 1
+        self._rows = self._shared.np[self._number % 2, : len(slots)]
+        self._rows[:, 0] = slots
+
+    def launch(self) -> None:
+        """Let the device wait for the delivery; what is launched from now on comes behind it."""
+        shared, given_up = self._shared.uva(), self._given_up.uva()
+        self._launch(shared[self._number % 2], len(self._rows), self._number, given_up)
+
+    def deliver(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Let the device go on with these drafts of the requests; the step before has ended."""
+        self._rows[:, 1:] = packed(drafts, self._width) | self._number << 32
+        is_late = self._given_up.np[self._delivered % 2] == self._delivered
+        self._num_late = self._num_late + 1 if is_late else 0
+        self._delivered = self._number
+        if self._num_late == _MOST_LATE:
+            self.launches_ahead = False
+            logger.warning(
+                "vllm-trie: launch_ahead=True has no effect from now on: %d steps in a row waited "
+                "in vain for their drafts, so something in this engine waits for the GPU while a "
+                "step is launched. Output is not affected. Leave launch_ahead out, and please "
+                "report this line with what `vllm-trie doctor` prints.",
+                _MOST_LATE,
+            )
+
+    def _launch(
+        self, staged: torch.Tensor, num_rows: int, number: int, given_up: torch.Tensor
+    ) -> None:
+        _take_drafts[(num_rows,)](
+            *(staged, self._draft_tokens, self.num_drafted, given_up, number, self._width),
+            MOST_READS=_MOST_READS,
+            BLOCK=triton.next_power_of_2(1 + self._width),
+            num_warps=1,
+        )
+
+
+@triton.jit(do_not_specialize=["number"])  # type: ignore[untyped-decorator]
+def _take_drafts(  # type: ignore[no-untyped-def]
+    staged_ptr,
+    draft_tokens_ptr,
+    num_drafted_ptr,
+    given_up_ptr,
+    number,
+    width,
+    MOST_READS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    in_use = column <= width
+    row_ptr = staged_ptr + tl.program_id(0) * (2 + width)
+    slot = tl.load(row_ptr)
+    staged = tl.load(row_ptr + 1 + column, mask=in_use, other=0, volatile=True)
+    num_missing = tl.sum((in_use & ((staged >> 32) != number)).to(tl.int32))
+    num_reads = 1
+    while (num_missing > 0) & (num_reads < MOST_READS):
+        staged = tl.load(row_ptr + 1 + column, mask=in_use, other=0, volatile=True)
+        num_missing = tl.sum((in_use & ((staged >> 32) != number)).to(tl.int32))
+        num_reads += 1
+    value = staged & 0x7FFFFFFF
+    # Of a delivery that is not complete no token counts as drafted.
+    num_drafted = tl.sum(tl.where((column == 0) & (num_missing == 0), value, 0))
+    tl.store(num_drafted_ptr + slot, num_drafted)
+    is_token = in_use & (column > 0)
+    tl.store(draft_tokens_ptr + slot * width + column - 1, value, mask=is_token)
+    tl.store(given_up_ptr + number % 2, number, mask=num_missing > 0)
