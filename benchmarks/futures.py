@@ -88,7 +88,7 @@ def decode(llm: Any, prompt: Sequence[int], params: Any) -> Decoded:
 
 def switch_forced_tokens(llm: Any, is_on: bool) -> None:
     """Let an engine draft what a grammar forces, or not."""
-    from vllm_trie.vllm_hooks.scheduler.speculation import before_schedule
+    from vllm_trie.drafts.engine.scheduler.speculation import before_schedule
 
     _, forced_tokens = before_schedule(scheduler_of(llm))
     forced_tokens.is_on = is_on

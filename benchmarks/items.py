@@ -33,8 +33,8 @@ from support.harness import (
 )
 from support.wide_beams import random_items
 
-from vllm_trie.items import Rules, build_items, open_items, read_items
-from vllm_trie.items.selection import SelectedTrie, select
+from vllm_trie.extras.items import Rules, build_items, open_items, read_items
+from vllm_trie.extras.items.selection import SelectedTrie, select
 
 COLUMNS = (
     "measure", "items", "form", "build_s", "peak_mb", "open_s", "bytes_per_item",
@@ -93,7 +93,7 @@ def measure_build(form: str, source: Path, target: Path) -> Row:
 def measure_step(path: Path, vocabulary: int, width: int, repeats: int) -> Row:
     import torch
 
-    from vllm_trie.items.step import best_continuations
+    from vllm_trie.extras.items.step import best_continuations
 
     trie = open_items(path)
     nodes = np.array([0], dtype=np.int32)

@@ -70,7 +70,7 @@ def measure(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> list[Ro
     from support.lookahead import CountedLookahead, IndependentLookahead
     from vllm import SamplingParams
 
-    from vllm_trie.drafters import parse_options
+    from vllm_trie.drafts import parse_options
 
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     likely = {
@@ -119,7 +119,7 @@ def measure(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> list[Ro
 
 def lookahead_budget(options: Any) -> int:
     """Return the number of nodes for the whole window and all candidates."""
-    from vllm_trie.drafters.lookahead.options import window_nodes
+    from vllm_trie.extras.lookahead.options import window_nodes
 
     candidates = options.num_candidates * (options.ngram_size - 1)
     return window_nodes(options.window_size, options.ngram_size) + candidates

@@ -50,7 +50,7 @@ from support.harness import (
 from support.medusa_cost import TimedTurns, time_model
 from support.stage import Stage
 
-from vllm_trie.budget import NodeBudget
+from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.lab import local_engine
 
 COLUMNS = (
@@ -82,8 +82,8 @@ def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
     """Make another drafter, with the heads of the engine's own."""
     from support.fixed_trees import FixedTreeDrafter, FixedTreeOptions
 
-    from vllm_trie.drafters import get_drafter_class, parse_options
-    from vllm_trie.drafters.medusa import MedusaDrafter
+    from vllm_trie.drafts import get_drafter_class, parse_options
+    from vllm_trie.extras.heads import MedusaDrafter
 
     if method in _FIXED:
         drafter: Any = FixedTreeDrafter(FixedTreeOptions.model_validate(options), first.context)

@@ -38,7 +38,7 @@ from support.replay_data import (
 )
 from support.replay_methods import OwnDrafter, Setting
 
-from vllm_trie.drafters import DraftRequest
+from vllm_trie.drafts import DraftRequest
 
 GRID = list(itertools.product((6, 9, 13, 21), (1, 3, 5)))
 CATEGORIES = ("summarization", "rag", "qa")

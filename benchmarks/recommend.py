@@ -39,7 +39,7 @@ from support.engines import Prompts
 from support.harness import Row, finish, option_parser, run_quietly
 from support.wide_beams import allowed_tokens, random_items
 
-from vllm_trie.items import build_items, read_items
+from vllm_trie.extras.items import build_items, read_items
 from vllm_trie.lab import local_engine, tiny_model
 from vllm_trie.lab.local_engine import batches
 

@@ -67,7 +67,7 @@ def run(options: Any) -> list[Row]:
     """Return a row for each set, number of nodes, temperature, and switch of the sources."""
     from vllm import SamplingParams
 
-    from vllm_trie.drafters import get_drafter_class, parse_options
+    from vllm_trie.drafts import get_drafter_class, parse_options
     from vllm_trie.lab.tiny_model import model_path
 
     model = options.model or str(model_path())

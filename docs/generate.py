@@ -32,7 +32,7 @@ def contents() -> Iterator[tuple[Path, str]]:
     for name, draw in DRAWINGS.items():
         yield DOCS / "drawings" / f"{name}.svg", draw()
     yield DOCS / "grafana" / "vllm-trie.json", dashboard.dashboard()
-    for page in sorted(DOCS.glob("*.md")):
+    for page in [*sorted(DOCS.glob("*.md")), *DOCS.parent.glob("ARCHITECTURE.md")]:
         text = page.read_text(encoding="utf-8")
         if "<!-- generated: " in text:
             yield page, tables.fill_in(text)

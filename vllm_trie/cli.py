@@ -22,7 +22,7 @@ GROUPS = {
     "beam": "vllm_trie.lab.commands.beam",
     "corpus": "vllm_trie.lab.commands.corpus",
     "explore": "vllm_trie.lab.commands.explore",
-    "items": "vllm_trie.commands.items",
+    "items": "vllm_trie.extras.items.command",
     "medusa": "vllm_trie.lab.medusa.command",
 }
 """Commands that live in other modules, each as a typer application named ``app``."""

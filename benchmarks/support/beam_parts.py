@@ -16,7 +16,7 @@ from support.harness import Row
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"
-_SCHEDULER = "vllm_trie.vllm_hooks.scheduler.beam_scheduler.TrieBeamScheduler"
+_SCHEDULER = "vllm_trie.searches.engine.scheduler.beam_scheduler.TrieBeamScheduler"
 _FUNCTIONS = {
     "forward_ms": f"{_RUNNER}.GPUModelRunner._model_forward",
     "products_ms": "vllm._custom_ops.onednn_mm",

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import Field
 
-from vllm_trie.drafters import DraftRequest
-from vllm_trie.drafters.medusa import MedusaDrafter, MedusaOptions
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.extras.heads import MedusaDrafter, MedusaOptions
 from vllm_trie.tree import TokenTree
 
 Path = tuple[int, ...]

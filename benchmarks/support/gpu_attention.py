@@ -16,7 +16,13 @@ import numpy as np
 import torch
 
 from support.harness import Row
-from vllm_trie.attention.kernel_check import LayerShape, RequestShape, Step, fill_cache, random_step
+from vllm_trie.extras.device_checks.kernel_check import (
+    LayerShape,
+    RequestShape,
+    Step,
+    fill_cache,
+    random_step,
+)
 
 BLOCK_SIZE = 16
 

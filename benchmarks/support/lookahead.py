@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_trie.drafters import DraftRequest
-from vllm_trie.drafters.lookahead import LookaheadDrafter
-from vllm_trie.drafters.lookahead.candidates import CandidateTrie
-from vllm_trie.drafters.lookahead.pool import Candidate
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.extras.lookahead import LookaheadDrafter
+from vllm_trie.extras.lookahead.candidates import CandidateTrie
+from vllm_trie.extras.lookahead.pool import Candidate
 from vllm_trie.tree import ROOT, TokenTree
 
 

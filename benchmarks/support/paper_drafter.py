@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vllm_trie.drafters import available_methods, register
+from vllm_trie.drafts import available_methods, register
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "own_drafter"))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from support.paper_drafter import PaperDrafter
-from vllm_trie.drafters import DrafterContext, DraftRequest, get_drafter_class, parse_options
+from vllm_trie.drafts import DrafterContext, DraftRequest, get_drafter_class, parse_options
 from vllm_trie.tree import TokenTree
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from support.engines import Prompts, after_each_step, decode
-from vllm_trie.budget import NodeBudget
-from vllm_trie.drafters import DraftRequest
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.lab.local_engine import runner_of, trees_of
 from vllm_trie.tree import TokenTree
 

@@ -39,7 +39,7 @@ def random_items(count: int, length: int, values: int, first: int = 0) -> np.nda
 
 def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list[int]]:
     """Return Hugging Face's ``prefix_allowed_tokens_fn``, which looks a prefix up once."""
-    from vllm_trie.items import open_items
+    from vllm_trie.extras.items import open_items
 
     trie = open_items(Path(catalogue))
 
@@ -110,7 +110,7 @@ def compared(
 
 def build_catalogues(folder: Path, lengths: list[int], count: int) -> dict[str, str]:
     """Build one catalogue of random items for each length; return name to file."""
-    from vllm_trie.items import build_items, read_items
+    from vllm_trie.extras.items import build_items, read_items
 
     paths = {}
     for length in lengths:

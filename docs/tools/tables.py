@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 OPTION_CLASSES = {
-    "EngineOptions": "vllm_trie.vllm_hooks.setup.config",
-    "NgramTrieOptions": "vllm_trie.drafters.ngram_trie.options",
-    "MedusaOptions": "vllm_trie.drafters.medusa.options",
-    "LookaheadOptions": "vllm_trie.drafters.lookahead.options",
-    "TrieUnionOptions": "vllm_trie.drafters.union.options",
-    "NeuralOptions": "vllm_trie.drafters.neural.options",
-    "BeamOptions": "vllm_trie.beam.settings",
+    "EngineOptions": "vllm_trie.hooks.start.config",
+    "NgramTrieOptions": "vllm_trie.drafts.ngram_trie.options",
+    "MedusaOptions": "vllm_trie.extras.heads.options",
+    "LookaheadOptions": "vllm_trie.extras.lookahead.options",
+    "TrieUnionOptions": "vllm_trie.extras.union.options",
+    "NeuralOptions": "vllm_trie.extras.union.neural.options",
+    "BeamOptions": "vllm_trie.searches.settings",
 }
 """Classes of options that the documentation has a table of, and their modules."""
 
@@ -33,13 +36,29 @@ def fill_in(markdown: str) -> str:
 
 def generate(name: str) -> str:
     """The generated text called `name`: a class of options, or one of the tables below."""
-    made = {"commands": commands, "limits": limits}
+    made = {"commands": commands, "limits": limits, "modules": modules}
     return made[name]() if name in made else option_table(option_class(name))
+
+
+def modules() -> str:
+    """A list of the package's modules, by folder, with the first sentence of their docstrings."""
+    lines, folder = list[str](), None
+    for path in sorted((ROOT / "vllm_trie").rglob("*.py"), key=lambda path: (path.parent, path)):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        sentence = " ".join(re.split(r"(?<=\.)\s|\n\n|::\n", docstring)[0].split())
+        sentence = re.sub(r":\w+:`[~.]*(.*?)`", r"`\1`", sentence).replace("``", "`")
+        place = path.relative_to(ROOT / "vllm_trie")
+        if place.parent != folder:
+            folder = place.parent
+            lines += ["", f"**`{folder.as_posix()}/`**", ""] if folder.name else [""]
+        if sentence and place.name != "__init__.py":
+            lines.append(f"- `{place.name}`: {sentence.removesuffix('.')}")
+    return "\n".join(lines) + "\n\n"
 
 
 def limits() -> str:
     """A Markdown table of what stops the features, from the table that start-up reads."""
-    from vllm_trie.vllm_hooks.setup.limits import FEATURES, LIMITS
+    from vllm_trie.hooks.start.limits import FEATURES, LIMITS
 
     effects = {"trees": "no", "chains": "no", "beams": "off"}
     lines = [

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from docs.tools.svg import Canvas, Point
-from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import Job, NativeBackend
+from vllm_trie.drafts.ngram_trie.drafter import BLEND
+from vllm_trie.drafts.ngrams import Job, NativeBackend
 from vllm_trie.tree import ROOT, TokenTree, accept_greedy
 
 TEXT = ["open", "the", "red", "door", ",", "open", "the", "blue", "door", ",", "open", "the"]

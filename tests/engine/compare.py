@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.drafters import DRAFTERS, OracleDrafter
-from vllm_trie.drafters import register, registry
+from vllm_trie.drafts import register, registry
 from vllm_trie.lab.local_engine import without_memory
 
 Prompt = dict[str, list[int]]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.tree import TokenTree
 
 

@@ -33,16 +33,16 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_v2_adapter import WIDTH, Pausing, Steps
-from vllm_trie.drafters import Drafter, DrafterOptions
+from vllm_trie.drafts import Drafter, DrafterOptions
+from vllm_trie.drafts.engine.runners import v2_adapter, v2_delivery
+from vllm_trie.drafts.engine.runners.adapter import Part
+from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
+from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
+from vllm_trie.drafts.engine.verification.compaction import CacheGroup
+from vllm_trie.drafts.engine.verification.tree_walk import walk_trees
+from vllm_trie.extras.ahead.device_beams import DeviceBeams
+from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.beam_wire import BeamStep, TokenSelection
-from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
-from vllm_trie.vllm_hooks.worker.runners import v2_adapter, v2_delivery
-from vllm_trie.vllm_hooks.worker.runners.adapter import Part
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
-from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
-from vllm_trie.vllm_hooks.worker.verification.compaction import CacheGroup
-from vllm_trie.vllm_hooks.worker.verification.tree_walk import walk_trees
 
 aten = torch.ops.aten
 

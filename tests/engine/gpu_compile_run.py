@@ -41,7 +41,7 @@ vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language
 vllm.triton_utils.tldevice = triton.language.extra.libdevice
 
 from vllm_trie.attention import gpu_launch, triton_kernel
-from vllm_trie.vllm_hooks.worker.verification import tree_walk
+from vllm_trie.drafts.engine.verification import tree_walk
 
 SHARED_MEMORY_KIB = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228)}
 SHARED_MEMORY_KIB |= {100: (227, 228), 120: (99, 100)}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from vllm_trie.attention import gpu_launch, triton_kernel
-from vllm_trie.attention.kernel_check import RequestShape
-from vllm_trie.vllm_hooks.worker import gpu_check
-from vllm_trie.vllm_hooks.worker.attention import cuda as cuda_attention
+from vllm_trie.drafts.engine.attention import cuda as cuda_attention
+from vllm_trie.extras.device_checks import gpu_check
+from vllm_trie.extras.device_checks.kernel_check import RequestShape
 
 CHECKED = [
     [

@@ -28,8 +28,8 @@ from tests.engine.drafters import OracleDrafter
 from tests.engine.gpu_device_check import refusals
 from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.v2_run import CHAINS, TEXTS, TREES, UNION, greedy, put_in
+from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
 
 FIXED = {"node_budget": "fixed"}
 ENGINES: dict[str, dict[str, Any]] = {

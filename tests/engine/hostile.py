@@ -21,7 +21,7 @@ import httpx
 
 from tests.engine.serving import MODEL_NAME, Server, running
 from tests.unit.items.catalogues import random_items, write
-from vllm_trie.beam import OPTION_NAMES
+from vllm_trie.searches import OPTION_NAMES
 
 INTEGERS = random_items(1, 600, 0, (4, 4), branching=60)
 TEXTS = random_items(2, 300, 0, (1, 5), branching=40)

@@ -88,7 +88,7 @@ for name in dir(vllm._custom_ops):
 
 stock_torch = (torch.Tensor.pin_memory, torch.cuda.Event, torch.cuda.current_stream)
 
-from vllm_trie.vllm_hooks import plugin
+from vllm_trie.hooks import plugin
 
 plugin.register()
 
@@ -112,10 +112,10 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
+from vllm_trie.hooks.start.config import verification
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.setup import beam_support
-from vllm_trie.vllm_hooks.setup.config import verification
-from vllm_trie.vllm_hooks.worker.cuda_worker import GPU_BACKEND_CLASS
+from vllm_trie.searches.engine import beam_support
 
 cudagraph_utils.get_pp_group = MagicMock()
 PretendedCuda.get_global_graph_pool = classmethod(lambda cls: (0, 0))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_trie.drafters import DraftRequest
-from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
 from vllm_trie.tree import TokenTree
 
 METHOD = "rank_faults"

@@ -38,7 +38,7 @@ def record(is_v2: bool) -> dict[str, Any]:
     from vllm.v1.engine import input_processor
 
     from tests.engine import scenarios
-    from vllm_trie.vllm_hooks.scheduler import forced_tokens
+    from vllm_trie.extras.forced_tokens import forced_tokens
 
     load_general_plugins()  # searches have sampling parameters that vLLM alone refuses
     ids = map("{:08x}".format, itertools.count())

@@ -29,15 +29,15 @@ from tests.engine.conftest import trees_of
 from tests.engine.families import FAMILIES, stand_in_for_torchvision, write_config
 from tests.engine.prompts import prompts
 from tests.processes import environment, run_python
-from vllm_trie.drafters import available_methods
+from vllm_trie.drafts import available_methods
+from vllm_trie.drafts.engine.start import arguments as misspelled
+from vllm_trie.extras.corpus.corpus_file import write_corpus
+from vllm_trie.hooks import ledger, plugin
+from vllm_trie.hooks.ledger import Patch, record
+from vllm_trie.hooks.start import config
 from vllm_trie.lab.tiny_model import medusa_path, model_path
-from vllm_trie.ngrams.corpus_file import write_corpus
 from vllm_trie.refusal import RefusedError
-from vllm_trie.vllm_hooks import ledger, plugin
-from vllm_trie.vllm_hooks.ledger import Patch, record
-from vllm_trie.vllm_hooks.setup import arguments as misspelled
-from vllm_trie.vllm_hooks.setup import config
-from vllm_trie.vllm_hooks.setup.beam_support import reason_off
+from vllm_trie.searches.engine.beam_support import reason_off
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
 CHAINS = {**TREES, "verification": "chain"}
@@ -411,7 +411,7 @@ for name in ("add_cli_args", "create_speculative_config", "create_engine_config"
 # With it, a symbol is gone.
 del os.environ["VLLM_PLUGINS"]
 vllm.plugins.plugins_loaded = False
-from vllm_trie.vllm_hooks.ledger import Patch, record
+from vllm_trie.hooks.ledger import Patch, record
 runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 record.ENTRIES.append(Patch(f"{runner}._no_such_method", "called", "a test"))
 assert "ngram_trie" in refusal()

@@ -12,9 +12,9 @@ import pytest
 from tests.engine.conftest import needs_triton
 from tests.newer_vllm import VERSION, newer_vllm
 from tests.processes import run_program, run_python
-from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, VERIFICATION
-from vllm_trie.vllm_hooks.worker import cuda_worker
+from vllm_trie.drafts.engine.workers import cuda_worker
+from vllm_trie.hooks import ledger
+from vllm_trie.hooks.start.config import CONFIG_KEY, VERIFICATION
 
 
 @pytest.fixture(scope="module")

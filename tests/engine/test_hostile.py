@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine import hostile
 from tests.engine.serving import running
-from vllm_trie.beam import OPTION_NAMES
+from vllm_trie.searches import OPTION_NAMES
 
 
 @pytest.mark.slow

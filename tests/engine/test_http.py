@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from tests.engine.beam import server_off
 from tests.engine.prompts import texts
 from tests.engine.serving import MODEL_NAME, Server, running
+from vllm_trie.extras.traces.trace_file import Trace, read_trace
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.trace_file import Trace, read_trace
 
 pytestmark = pytest.mark.slow
 

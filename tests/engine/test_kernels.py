@@ -20,7 +20,7 @@ from tests.engine.compare import (
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
 from vllm_trie.attention.native import NativeKernels
-from vllm_trie.vllm_hooks.worker.attention import cpu as cpu_attention
+from vllm_trie.drafts.engine.attention import cpu as cpu_attention
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 KERNELS = {"x86-64-v3": "AVX2", "x86-64": "SSE2"}

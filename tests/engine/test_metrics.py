@@ -22,9 +22,9 @@ from tests.engine.compare import (
 )
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
+from vllm_trie.drafts.engine.scheduler.speculation import TreeSpecDecodingStats
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.scheduler.speculation import TreeSpecDecodingStats
-from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE, TreeStats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
 

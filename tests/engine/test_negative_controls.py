@@ -9,8 +9,8 @@ from vllm import SamplingParams
 from tests.engine.compare import differences, generate, plain_outputs, speculation
 from tests.engine.prompts import prompts
 from vllm_trie.attention import move_slots_in_layers, split_cache
-from vllm_trie.vllm_hooks.worker import verifier
-from vllm_trie.vllm_hooks.worker.verification import compaction, placement
+from vllm_trie.drafts.engine import verifier
+from vllm_trie.drafts.engine.verification import compaction, placement
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)

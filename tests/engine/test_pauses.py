@@ -12,7 +12,7 @@ from vllm.config.reasoning import ReasoningConfig
 from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
-from vllm_trie.budget import NodeBudget
+from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")

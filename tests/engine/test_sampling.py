@@ -15,8 +15,8 @@ from tests.engine.compare import accepted_tokens, differences, generate, plain_o
 from tests.engine.conftest import scheduler_of
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
-from vllm_trie.vllm_hooks.scheduler import grammar_time
-from vllm_trie.vllm_hooks.scheduler.speculation import FirstTokens
+from vllm_trie.drafts.engine.scheduler import grammar_time
+from vllm_trie.drafts.engine.scheduler.speculation import FirstTokens
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 

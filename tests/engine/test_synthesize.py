@@ -9,8 +9,8 @@ from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, trees_of
 from tests.engine.prompts import prompts
 from tests.processes import run_python
+from vllm_trie.extras.corpus.corpus_file import read_header
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.ngrams.corpus_file import read_header
 
 
 def test_a_corpus_of_the_models_own_answers(tmp_path):

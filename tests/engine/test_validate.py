@@ -12,11 +12,11 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from tests.processes import run_python
+from vllm_trie.drafts.engine.verification import compaction, sampling
 from vllm_trie.lab.check import beams, doctor, identity, kernels, speed
 from vllm_trie.lab.check.parts import Settings
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.scheduler.group import BeamGroup
-from vllm_trie.vllm_hooks.worker.verification import compaction, sampling
+from vllm_trie.searches.engine.scheduler.group import BeamGroup
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, trees_of
 from tests.engine.prompts import prompts
 from tests.unit.store.redis_server import RedisServer
-from vllm_trie.store import read_store
+from vllm_trie.extras.memory import read_store
 
 PROMPTS = prompts(4)
 

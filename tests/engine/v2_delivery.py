@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.oracles.delivery import Kernel
-from vllm_trie.vllm_hooks.worker.runners import v2_delivery
-from vllm_trie.vllm_hooks.worker.runners.v2_delivery import Delivery
+from vllm_trie.drafts.engine.runners import v2_delivery
+from vllm_trie.drafts.engine.runners.v2_delivery import Delivery
 
 NUM_SLOTS, WIDTH = 7, 4
 

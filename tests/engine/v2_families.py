@@ -37,7 +37,7 @@ from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import CYCLE, FAMILIES, VOCABULARY, take_text_for_images, write_model
 from tests.engine.v2_trees import put_in
-from vllm_trie.vllm_hooks.setup import limits
+from vllm_trie.hooks.start import limits
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TREES = {**CHAINS, "num_speculative_tokens": 12, "verification": "tree"}

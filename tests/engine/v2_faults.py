@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.engine.conftest import runner_of
-from vllm_trie.vllm_hooks.worker import start_check
-from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly, RunnerV2Mixin
+from vllm_trie.drafts.engine.runners.v2 import DraftedOnly, RunnerV2Mixin
+from vllm_trie.extras.device_checks import start_check
 
 Patch = pytest.MonkeyPatch
 

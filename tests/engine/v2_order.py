@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
+from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 
 FILE = "V2_ORDER_FILE"
 """Environment variable with the path of the record, which processes append to."""

@@ -27,7 +27,7 @@ from tests.engine.compare import differences, generate, preemptions
 from tests.engine.sleeping_ranks import let_ranks_sleep
 from tests.engine.v2_order import FILE, note_order, orders
 from tests.engine.v2_run import AS_CHAINS, CHAINS, MIXED, TEXTS, TREES, UNION, engine
-from vllm_trie.budget import NodeBudget
+from vllm_trie.drafts.budget import NodeBudget
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank has no NUMA node of its own

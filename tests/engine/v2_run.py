@@ -58,11 +58,11 @@ from tests.engine.v2_trees import (
     tell_oracle_of,
 )
 from tests.engine.v2_waits import Waits
-from vllm_trie.drafters import DraftRequest
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.engine.runners import v2_lengths
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
-from vllm_trie.vllm_hooks.worker.runners import v2_lengths
 
 TOKENS = 4
 NODES = 6

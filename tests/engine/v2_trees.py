@@ -13,8 +13,8 @@ import torch
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import NoOptions, OracleDrafter
 from tests.engine.test_random_requests import Answer, Request, random_request
+from vllm_trie.drafts.engine.verification.tree_walk import NO_PARENT, walk_trees
 from vllm_trie.tree import TokenTree, accept_greedy
-from vllm_trie.vllm_hooks.worker.verification.tree_walk import NO_PARENT, walk_trees
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 90, 9
 

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 import vllm_trie
 from tests.processes import run_python
 from vllm_trie import __main__, cli
+from vllm_trie.hooks.ledger import Finding
+from vllm_trie.hooks.start import limits
+from vllm_trie.hooks.start.limits import BEAMS, TREES, Limit
 from vllm_trie.lab import tiny_model
 from vllm_trie.lab.check import doctor
 from vllm_trie.lab.demo.command import app as demo_app
 from vllm_trie.native import library
-from vllm_trie.vllm_hooks.ledger import Finding
-from vllm_trie.vllm_hooks.setup import limits
-from vllm_trie.vllm_hooks.setup.limits import BEAMS, TREES, Limit
 
 runner = CliRunner()
 

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from tests.unit.items.catalogues import write
-from vllm_trie import sealed_copy
-from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.items import ItemsError, ItemTrie, open_items
-from vllm_trie.ngrams import Job, NativeBackend
-from vllm_trie.ngrams.corpus_file import open_corpus, write_corpus
-from vllm_trie.watched_file import WatchedFile
+from vllm_trie.drafts.ngram_trie.drafter import BLEND
+from vllm_trie.drafts.ngrams import Job, NativeBackend
+from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus
+from vllm_trie.extras.items import ItemsError, ItemTrie, open_items
+from vllm_trie.files import sealed_copy
+from vllm_trie.files.watched_file import WatchedFile
 
 ITEMS = {(a, b): 10 * a + b for a in range(60) for b in range(40)}
 TEXT = np.arange(20_000, dtype=np.int32) % 997
@@ -73,7 +73,7 @@ def test_content_in_use_stays(opened, damage, caplog):
     """However the file is changed in place; one warning, and complete files are taken up."""
     path, open_file = opened
     whole = path.read_bytes()
-    with caplog.at_level(logging.INFO, logger="vllm_trie.watched_file"):
+    with caplog.at_level(logging.INFO, logger="vllm_trie.files.watched_file"):
         watched = WatchedFile(path, open_file, "the file")
         expected = watched.latest()()
         for _ in range(40):
@@ -146,7 +146,7 @@ def test_processes_share_a_copy(tmp_path, can_seal, monkeypatch):
     trie: ItemTrie = open_items(path)
     path.unlink()
     program = (
-        "import sys; from pathlib import Path; from vllm_trie.items import open_items\n"
+        "import sys; from pathlib import Path; from vllm_trie.extras.items import open_items\n"
         "print(open_items(Path(sys.argv[1]), version=sys.argv[2]).num_items)"
     )
     command = [sys.executable, "-c", program, trie.memory, trie.version]

@@ -38,7 +38,7 @@ def test_exports():
 def test_every_public_folder_lists_its_exports():
     checked = []
     for module in pkgutil.iter_modules(vllm_trie.__path__, "vllm_trie."):
-        if not module.ispkg or module.name == "vllm_trie.vllm_hooks":
+        if not module.ispkg or module.name == "vllm_trie.hooks":
             continue
         package = importlib.import_module(module.name)
         exported = package.__all__
@@ -73,7 +73,7 @@ def test_imports_stay_light(statement, unwanted):
 
 def test_vllm_finds_the_plugin():
     (point,) = entry_points(group="vllm.general_plugins", name="vllm_trie")
-    assert point.value == "vllm_trie.vllm_hooks.plugin:register"
+    assert point.value == "vllm_trie.hooks.plugin:register"
     assert callable(point.load())
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
 import pytest
 
 from tests.checkout import ROOT
-from vllm_trie.vllm_hooks.ledger import table
+from vllm_trie.hooks.ledger import table
 
 FILES = [
     path.relative_to(ROOT)
@@ -20,8 +19,7 @@ FILES = [
 ]
 SOURCES = {path: ast.parse((ROOT / path).read_text()) for path in FILES if path.suffix == ".py"}
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-HOOKS = "vllm_trie.vllm_hooks"
-WORKER = f"{HOOKS}.worker"
+ENGINE = "vllm_trie.drafts.engine"
 
 
 def floors(*names: str) -> dict[str, int]:
@@ -31,16 +29,26 @@ def floors(*names: str) -> dict[str, int]:
 
 FLOORS = {
     "vllm_trie": floors(
-        "refusal sealed_copy",
-        "native checked_file watched_file device_copy",
-        "store tree",
-        "ngrams attention beam trace_file",
-        "budget drafters items",
-        "commands vllm_hooks",
+        "refusal",
+        "files native",
+        "tree",
+        "attention",
+        "hooks drafts searches extras",
+        "drafters",
         "lab",
         "cli",
     ),
-    HOOKS: floors("ledger", "setup wire beam_wire", "frontend scheduler worker", "plugin"),
+    "vllm_trie.hooks": floors("ledger", "start wire", "frontend", "plugin"),
+    "vllm_trie.drafts": floors("drafter registry", "ngrams budget", "ngram_trie", "engine"),
+    ENGINE: floors(
+        "draft_requests guard step_clock verification",
+        "attention",
+        "verifier",
+        "start",
+        "runners",
+        "workers",
+    ),
+    "vllm_trie.searches.engine": floors("search_wire beam_support", "frontend scheduler worker"),
     "vllm_trie.lab": floors(
         "tiny_model smollm2 drawings medusa",
         "local_engine",
@@ -49,24 +57,25 @@ FLOORS = {
         "check",
         "commands",
     ),
-    WORKER: floors(
-        "beam",
-        "drafting verification",
-        "attention",
-        "recorder warm_start",
-        "verifier",
-        "verifier_setup",
-        "runners",
-        "start_check gpu_check",
-        "drafting_worker",
-        "cpu_worker cuda_worker",
-    ),
 }
 """A folder imports from lower floors only. Front end, scheduler and worker share one, as they run
 in processes of their own: what passes between them is below."""
 
-KNOWING_VLLM = ("vllm_hooks", "lab")
-"""The folders that import vLLM; the second one its public interface only."""
+ROOMS = floors("hooks", "drafts searches", "extras")
+"""Folders of one floor above, and the order that they are to have."""
+
+LEFT_TO_CUT = {
+    "drafts": "searches.engine.beam_support searches.engine.scheduler.beams"
+    " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2"
+    " extras.corpus extras.device_checks extras.forced_tokens extras.memory extras.predictions"
+    " extras.traces extras.union",
+    "hooks": "drafts searches extras.memory extras.predictions extras.union",
+    "searches": "extras.ahead extras.items",
+}
+"""Imports against that order that are still there: none may be added."""
+
+KNOWING_VLLM = re.compile(r"vllm_trie/(hooks|lab|extras|(drafts|searches)/engine)/")
+"""The folders that import vLLM; the laboratory its public interface only."""
 
 
 def test_imports_form_no_circle():
@@ -96,7 +105,9 @@ def test_no_folder_imports_a_floor_above_it():
                 places = [floor_of(module, prefix, floors) for module in (name, target)]
                 if None not in places and places[0][0] != places[1][0]:
                     (_, floor), (_, other) = places
-                    if floor <= other:
+                    if floor < other or (
+                        floor == other and not ROOMS.keys() >= {*map(room, (name, target))}
+                    ):
                         upward.add((short(name), short(target)))
     assert upward == set()
 
@@ -120,13 +131,31 @@ def floor_of(module: str, prefix: str, floors: dict[str, int]) -> tuple[str, int
 
 
 def short(module: str) -> str:
-    return module.removeprefix(f"{HOOKS}.").removeprefix("vllm_trie.")
+    return module.removeprefix("vllm_trie.")
+
+
+def room(module: str) -> str:
+    return short(module).partition(".")[0]
+
+
+def test_the_core_imports_less_and_less_of_the_extras():
+    against = {place: set[str]() for place in ROOMS}
+    for name, targets in IMPORTS.items():
+        for target in targets:
+            above, below = ROOMS.get(room(name), 9), ROOMS.get(room(target), -1)
+            if room(name) != room(target) and above <= below:
+                against[room(name)].add(short(target))
+    for place, targets in against.items():
+        allowed = LEFT_TO_CUT.get(place, "").split()
+        left = {name for name in allowed if any(f"{t}.".startswith(f"{name}.") for t in targets)}
+        assert left == {*allowed}, "an import was cut: take it out of the list"
+        assert [t for t in targets if not f"{t}.".startswith(tuple(f"{a}." for a in allowed))] == []
 
 
 def test_no_gpu_process_imports_a_cpu_hook():
     """vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is imported."""
     pending = [
-        f"{HOOKS}.{name}"
+        f"vllm_trie.{name}"
         for (_, platform), names in table._HOOKS.items()
         if platform != "cpu"
         for name in names.split()
@@ -137,7 +166,7 @@ def test_no_gpu_process_imports_a_cpu_hook():
         if module not in loaded:
             loaded.add(module)
             pending += imported_at_start(SOURCES[MODULES[module]], "vllm_trie")
-    assert f"{WORKER}.runners.v2" in loaded
+    assert f"{ENGINE}.runners.v2" in loaded
     of_cpu = {
         (short(module), name)
         for module in loaded
@@ -158,7 +187,7 @@ def imported_at_start(source: ast.Module, prefix: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(("title", "most"), [("Path of a draft", 20), ("Path of a beam", 16)])
 def test_the_files_of_a_walk_import_one_another(title, most):
-    page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     steps = [row.split("|") for row in re.findall(r"^\|.* \d+\. .*$", section, re.MULTILINE)]
     files = {name for *_, column, step, _ in steps for name in re.findall(r"`(\S+\.py)`", column)}
@@ -183,22 +212,17 @@ def with_exports(modules: set[str]) -> set[str]:
 
 
 def module_of(path: str) -> str:
-    """Return the module of a path below the package or its hooks."""
+    """Return the module of a path below the package, or the only one that ends so."""
     name = path.removesuffix(".py").replace("/", ".")
-    return f"{HOOKS}.{name}" if f"{HOOKS}.{name}" in MODULES else f"vllm_trie.{name}"
-
-
-def test_no_two_hook_files_have_one_name():
-    names = Counter(path.name for path in SOURCES if "vllm_hooks" in path.parts)
-    del names["__init__.py"]
-    assert {name for name, count in names.items() if count > 1} == set()
+    (module,) = [full for full in MODULES if full in (f"vllm_trie.{name}", name)]
+    return module
 
 
 def test_the_layers_below_do_not_know_vllm():
     imports = [
         f"{path}: {name}"
         for path, source in SOURCES.items()
-        if path.parts[1] not in KNOWING_VLLM
+        if not KNOWING_VLLM.match(path.as_posix())
         for node in source.body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in (getattr(node, "module", None), *(alias.name for alias in node.names))

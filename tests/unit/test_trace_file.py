@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_trie import trace_file as trace
-from vllm_trie.trace_file import (
+from vllm_trie.extras.traces import trace_file as trace
+from vllm_trie.extras.traces.trace_file import (
     MAX_BYTES,
     MAX_PROMPT,
     Header,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import triton  # type: ignore[import-untyped]
 
+from vllm_trie.attention.device_copy import to_device
 from vllm_trie.attention.tree_batch import TreeBatch
-from vllm_trie.device_copy import to_device
 
 MIN_ROWS = 16
 """Rows of a program's matrix products, one for each query and head: the fewest that Triton has."""

@@ -1,33 +1,4 @@
-"""Drafters, which fill token trees, and the registry of drafting methods."""
+"""The interface of drafters, for packages that bring one of their own."""
 
-from vllm_trie.drafters.base import (
-    Drafter,
-    DrafterContext,
-    DrafterOptions,
-    DraftRequest,
-    LogitsRows,
-    VerifiedStep,
-)
-from vllm_trie.drafters.registry import (
-    ENTRY_POINT_GROUP,
-    available_methods,
-    get_drafter_class,
-    parse_options,
-    register,
-    unregister,
-)
-
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "DraftRequest",
-    "Drafter",
-    "DrafterContext",
-    "DrafterOptions",
-    "LogitsRows",
-    "VerifiedStep",
-    "available_methods",
-    "get_drafter_class",
-    "parse_options",
-    "register",
-    "unregister",
-]
+from vllm_trie.drafts import *  # noqa: F403
+from vllm_trie.drafts import __all__ as __all__

@@ -28,18 +28,21 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_trie.beam import BeamSearch, Candidates
-from vllm_trie.vllm_hooks.beam_wire import (
+from vllm_trie.hooks.wire import SPEC_KEY, beam_spec, search_settings
+from vllm_trie.searches import BeamSearch, Candidates
+from vllm_trie.searches.engine.frontend.requests import prepare_params
+from vllm_trie.searches.engine.scheduler.beam_scheduler import (
+    AsyncTrieBeamScheduler,
+    TrieBeamScheduler,
+)
+from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
+from vllm_trie.searches.engine.search_wire import (
     BEAM_STEPS,
     CANDIDATES,
     SELECTIONS,
     BeamStep,
     TokenSelection,
 )
-from vllm_trie.vllm_hooks.frontend.requests import prepare_params
-from vllm_trie.vllm_hooks.scheduler.beam_scheduler import AsyncTrieBeamScheduler, TrieBeamScheduler
-from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
-from vllm_trie.vllm_hooks.wire import SPEC_KEY, beam_spec, search_settings
 
 VOCAB = 24
 EOS = 0

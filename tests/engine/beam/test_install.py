@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_trie.vllm_hooks import ledger
+from vllm_trie.hooks import ledger
 
 BEAM_PATCHES = [patch for patch in ledger.entries() if patch.feature == "beam"]
 
@@ -15,7 +15,7 @@ def test_overridden_methods_are_in_the_table():
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_trie.vllm_hooks.scheduler.beam_scheduler import (
+    from vllm_trie.searches.engine.scheduler.beam_scheduler import (
         AsyncTrieBeamScheduler,
         TrieBeamScheduler,
     )

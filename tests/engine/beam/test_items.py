@@ -11,7 +11,7 @@ from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import constrained_search
 from tests.engine.conftest import scheduler_of
 from tests.unit.items.catalogues import PlainTrie, random_items, selected_items, weight_of, write
-from vllm_trie.items import Rules
+from vllm_trie.extras.items import Rules
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())
@@ -298,9 +298,8 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place):
     """Whatever a request brings about, at each of the places where its content is looked at."""
     from vllm import SamplingParams
 
-    from vllm_trie.items import selection
-    from vllm_trie.vllm_hooks.scheduler import catalogues
-    from vllm_trie.vllm_hooks.worker.beam import selection as worker_selection
+    from vllm_trie.extras.items import catalogues, selection
+    from vllm_trie.searches.engine.worker import selection as worker_selection
 
     def fail(*arguments, **options):
         raise OverflowError("nobody thought of this")

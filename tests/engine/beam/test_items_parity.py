@@ -18,7 +18,7 @@ import pytest
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import constrained_search
 from tests.engine.conftest import scheduler_of
-from vllm_trie.items import build_items, read_items
+from vllm_trie.extras.items import build_items, read_items
 from vllm_trie.lab.tiny_model import model_path
 
 NUM_ITEMS, WIDTH = map(int, os.environ.get("ITEMS_PARITY", "20000,50").split(","))

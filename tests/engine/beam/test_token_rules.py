@@ -252,7 +252,7 @@ def test_what_is_refused(engine, monkeypatch):
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
 def test_one_matcher_walks_all_hypotheses(backend):
     """Its masks are those of a new matcher for each hypothesis, in any order."""
-    from vllm_trie.vllm_hooks.scheduler.group_rules import GrammarMasks
+    from vllm_trie.searches.engine.scheduler.group_rules import GrammarMasks
 
     valid = Valid(backend, {"regex": "[a-z ]{2,40}(one|two)[0-9]*"})
     masks = GrammarMasks(valid.matcher(), valid._backend.allocate_token_bitmask(8))

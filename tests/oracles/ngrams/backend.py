@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tests.oracles.ngrams.best_first import BestFirstTree
 from tests.oracles.ngrams.index import NgramIndex
 from tests.oracles.ngrams.mixture import Answer, Mixture, grow
-from vllm_trie.ngrams.blend import Blend, Kind
-from vllm_trie.ngrams.job import Candidates, Draft, Job
+from vllm_trie.drafts.ngrams.blend import Blend, Kind
+from vllm_trie.drafts.ngrams.job import Candidates, Draft, Job
 
 
 class PythonBackend:

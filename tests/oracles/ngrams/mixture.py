@@ -18,7 +18,7 @@ from typing import NamedTuple
 from tests.oracles.ngrams.best_first import BestFirstTree
 from tests.oracles.ngrams.contexts import Counted, Match, advance, count_successors, match_suffix
 from tests.oracles.ngrams.index import NgramIndex, Place
-from vllm_trie.ngrams.blend import Blend, Kind, Source
+from vllm_trie.drafts.ngrams.blend import Blend, Kind, Source
 from vllm_trie.tree import ROOT
 
 
@@ -37,7 +37,7 @@ Row = Sequence[tuple[int, float]]
 
 class Recycled(NamedTuple):
     """What the model held likely in earlier steps, for one point of a text; see
-    :class:`vllm_trie.ngrams.blend.Recycled`."""
+    :class:`vllm_trie.drafts.ngrams.blend.Recycled`."""
 
     contexts: Sequence[Row] = ((), (), (), ())
     """After the last tokens, by their number."""

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from tests.oracles.ngrams.mixture import ANY_TOKEN, FindRecycled, Recycled, Row
-from vllm_trie.ngrams import Job, Rows
-from vllm_trie.ngrams.native import ROW_TOKENS
+from vllm_trie.drafts.ngrams import Job, Rows
+from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 
 LEAST_NEWS, LEAST_WEIGHT, UNIT = 0.2, 0.001, 1.0 / 65535
 

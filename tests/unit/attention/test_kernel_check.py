@@ -10,7 +10,7 @@ import torch
 
 from tests.oracles.attention import tree_attention_in_torch
 from vllm_trie.attention import TreeRow, build_tree_batch, split_cache
-from vllm_trie.attention.kernel_check import (
+from vllm_trie.extras.device_checks.kernel_check import (
     BATCHES,
     TOLERANCE,
     LayerShape,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.attention import TreeRow, build_tree_batch
-from vllm_trie.vllm_hooks.worker.attention.plain_requests import plain_requests
+from vllm_trie.drafts.engine.attention.plain_requests import plain_requests
 
 
 @dataclass

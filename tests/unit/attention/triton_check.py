@@ -15,10 +15,11 @@ from support import gpu_attention
 
 from tests.unit.attention.paged_cases import PagedCase, RequestShape, paged_case
 from tests.unit.attention.shuffled_programs import shuffle_programs
-from vllm_trie.attention import kernel_check, split_cache
+from vllm_trie.attention import split_cache
 from vllm_trie.attention.gpu_launch import TreeBuffers
-from vllm_trie.attention.kernel_check import LayerShape
 from vllm_trie.attention.triton_kernel import tree_attention_triton
+from vllm_trie.extras.device_checks import kernel_check
+from vllm_trie.extras.device_checks.kernel_check import LayerShape
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NODES = [RequestShape(70, 1, 20)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.beam import BeamSearch, Candidates, num_raw_candidates
+from vllm_trie.searches import BeamSearch, Candidates, num_raw_candidates
 
 VOCAB = 12
 PROMPT = (1, 2, 2, 5)

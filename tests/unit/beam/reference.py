@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.beam.settings import SearchSettings
+from vllm_trie.searches.settings import SearchSettings
 
 
 class ReferenceHypothesis(NamedTuple):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.unit.beam.models import extended, random_model, run_search
-from vllm_trie.beam import BeamSearch, SearchSettings
-from vllm_trie.beam.blocks import TokenRules
-from vllm_trie.beam.top_k import launch_draws
+from vllm_trie.searches import BeamSearch, SearchSettings
+from vllm_trie.searches.blocks import TokenRules
+from vllm_trie.searches.top_k import launch_draws
 
 VOCAB = 6
 NUM_SEARCHES = 2000

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.unit.beam import reference as reference_module
 from tests.unit.beam.models import PROMPT, VOCAB, random_model, run_search, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
-from vllm_trie.beam import BeamSearch, Candidates, SearchSettings, num_raw_candidates
-from vllm_trie.beam.candidates import CandidateRules
+from vllm_trie.searches import BeamSearch, Candidates, SearchSettings, num_raw_candidates
+from vllm_trie.searches.candidates import CandidateRules
 
 search_settings = st.builds(
     SearchSettings,

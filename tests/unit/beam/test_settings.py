@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_trie.beam import parse_options
+from vllm_trie.searches import parse_options
 
 
 @pytest.mark.parametrize(

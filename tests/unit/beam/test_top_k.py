@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.unit.beam.models import PROMPT, extended, random_model, run_search
 from tests.unit.beam.reference import reference_search
-from vllm_trie.beam import BeamSearch, SearchSettings, blocks
-from vllm_trie.beam.blocks import BLOCK, TokenRules
-from vllm_trie.beam.device_step import launch_best
-from vllm_trie.beam.top_k import best_of_rows, select_best
+from vllm_trie.searches import BeamSearch, SearchSettings, blocks
+from vllm_trie.searches.blocks import BLOCK, TokenRules
+from vllm_trie.searches.device_step import launch_best
+from vllm_trie.searches.top_k import best_of_rows, select_best
 
 STEP = 1 / 8
 """Of logits with ties."""

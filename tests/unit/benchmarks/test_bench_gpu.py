@@ -17,7 +17,7 @@ from support import bench_gpu, device, gpu_attention
 from support.bench_gpu import BENCHMARKS
 from transformers import AutoConfig, AutoTokenizer
 
-from vllm_trie.attention.kernel_check import LayerShape, relative_error
+from vllm_trie.extras.device_checks.kernel_check import LayerShape, relative_error
 from vllm_trie.lab import local_engine
 
 ROOT = Path(__file__).resolve().parents[3]

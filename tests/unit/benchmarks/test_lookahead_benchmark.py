@@ -7,10 +7,10 @@ from support.lookahead import CountedLookahead, IndependentLookahead, repeat_sha
 from tests.unit.drafters.lookahead.driver import Decoding, verify
 from tests.unit.drafters.lookahead.reference import toy_target
 from tests.unit.drafters.support import make_context
-from vllm_trie.drafters.lookahead import LookaheadOptions
-from vllm_trie.drafters.lookahead.candidates import CandidateTrie
-from vllm_trie.drafters.lookahead.pool import Candidate
-from vllm_trie.drafters.lookahead.rates import Rates
+from vllm_trie.extras.lookahead import LookaheadOptions
+from vllm_trie.extras.lookahead.candidates import CandidateTrie
+from vllm_trie.extras.lookahead.pool import Candidate
+from vllm_trie.extras.lookahead.rates import Rates
 
 VOCAB = 40
 CANDIDATES = st.lists(

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_trie.budget import (
-    AcceptanceCalibration,
-    NodeBudget,
-    StepCost,
-)
-from vllm_trie.budget.allocation import choose_nodes
+from vllm_trie.drafts.budget import AcceptanceCalibration, NodeBudget, StepCost
+from vllm_trie.drafts.budget.allocation import choose_nodes
 from vllm_trie.tree import TokenTree
 
 SAME = np.array([0.0, 1.0]), np.array([0.0, 1.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_trie.budget import DraftForecast, StepCost, planned_lengths
+from vllm_trie.drafts.budget import DraftForecast, StepCost, planned_lengths
 
 
 def cost_of(seconds: dict[int, float]) -> StepCost:

@@ -65,7 +65,7 @@ def parser():
 
 
 def test_servers_are_started_with_options_that_exist(parser):
-    from vllm_trie.vllm_hooks.setup.config import EngineOptions
+    from vllm_trie.hooks.start.config import EngineOptions
 
     for name, arguments in server_arguments().items():
         parsed = parser.parse_args([word.replace("${MODEL}", "model") for word in arguments])

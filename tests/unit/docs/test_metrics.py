@@ -18,7 +18,7 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 @pytest.fixture(scope="module")
 def ours():
     """Name as `/metrics` has it -> labels."""
-    from vllm_trie.vllm_hooks.frontend import metrics
+    from vllm_trie.hooks.frontend import metrics
 
     labels = {}
     made = metrics._Metrics()
@@ -108,7 +108,7 @@ def test_dashboard_can_be_imported():
 
 
 def test_failure_reasons(ours):
-    from vllm_trie.vllm_hooks.wire import FAILURE_REASONS
+    from vllm_trie.hooks.wire import FAILURE_REASONS
 
     text = page("docs/metrics.md").text
     assert all(f"`{reason}`" in text for reason in FAILURE_REASONS)

@@ -160,7 +160,7 @@ def test_the_table_of_families_is_that_of_the_tests():
 
 
 def test_what_layers_refuse_is_in_the_limits():
-    source = (ROOT / "vllm_trie" / "vllm_hooks" / "worker" / "attention" / "cpu.py").read_text()
+    source = (ROOT / "vllm_trie" / "drafts" / "engine" / "attention" / "cpu.py").read_text()
     block = source.partition("unsupported = {")[2].partition("}")[0]
     refused = re.findall(r'"(?:an? )?([\w ]+?)(?: on the logits)?":', block)
     assert len(refused) >= 3

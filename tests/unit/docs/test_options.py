@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from docs.tools.tables import OPTION_CLASSES, option_class
 from tests.unit.docs.pages import ROOT, Table, all_pages, page
-from vllm_trie.drafters import registry
+from vllm_trie.drafts import registry
 
 OPTIONS_PAGE = page("docs/options.md")
 REQUESTS_PAGE = page("docs/http_api.md")
@@ -78,7 +78,7 @@ def test_every_method_has_a_table():
 
 
 def test_node_budget():
-    from vllm_trie.vllm_hooks.setup.translate import DEFAULT_NODES, MAX_NODES
+    from vllm_trie.drafts.engine.start.translate import DEFAULT_NODES, MAX_NODES
 
     rows = [row for table in OPTIONS_PAGE.tables() for row in table.rows]
     row = next(row for row in rows if "`num_speculative_tokens`" in row[0])
@@ -87,8 +87,8 @@ def test_node_budget():
 
 
 def test_request_and_engine_keys():
-    from vllm_trie.vllm_hooks import wire
-    from vllm_trie.vllm_hooks.setup import config
+    from vllm_trie.hooks import wire
+    from vllm_trie.hooks.start import config
 
     for key in (config.CONFIG_KEY, config.BEAM_SEARCH, config.ALLOW_GPU):
         assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text

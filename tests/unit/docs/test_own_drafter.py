@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.docs.pages import page
 from tests.unit.drafters.support import make_context, make_request
-from vllm_trie.drafters import ENTRY_POINT_GROUP, Drafter, DraftRequest, parse_options, registry
+from vllm_trie.drafts import ENTRY_POINT_GROUP, Drafter, DraftRequest, parse_options, registry
 
 PAGE = page("docs/custom_drafter.md")
 

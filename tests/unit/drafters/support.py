@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.unit.tree.strategies import paths_of
-from vllm_trie.drafters import Drafter, DrafterContext, DraftRequest, get_drafter_class
-from vllm_trie.drafters.registry import parse_options
+from vllm_trie.drafts import Drafter, DrafterContext, DraftRequest, get_drafter_class
+from vllm_trie.drafts.registry import parse_options
 from vllm_trie.tree import TokenTree
 
 VOCAB = 1000

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.index import NgramIndex
 from tests.unit.drafters.support import end, make_context, make_request
-from vllm_trie.checked_file import PREFIX
-from vllm_trie.drafters import parse_options
-from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
-from vllm_trie.drafters.ngram_trie import drafter as drafter_module
-from vllm_trie.drafters.ngram_trie.drafter import BLEND
+from vllm_trie.drafts import parse_options
+from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
+from vllm_trie.drafts.ngram_trie import drafter as drafter_module
+from vllm_trie.drafts.ngram_trie.drafter import BLEND
+from vllm_trie.drafts.ngrams import Job, NativeBackend
+from vllm_trie.extras.corpus.corpus_file import CorpusError, fingerprint, open_corpus, write_corpus
+from vllm_trie.files.checked_file import PREFIX
+from vllm_trie.files.tokenizers import CorpusTokenizer
 from vllm_trie.lab.commands import corpus as corpus_cli
-from vllm_trie.ngrams import Job, NativeBackend
-from vllm_trie.ngrams.corpus_file import CorpusError, fingerprint, open_corpus, write_corpus
-from vllm_trie.ngrams.tokenizers import CorpusTokenizer
 
 VOCABULARY = {chr(ord("a") + token): token for token in range(26)}
 DOCUMENTS = [np.arange(20, dtype=np.int32), np.array([3, 4, 5, 9, 3, 4, 5, 9], dtype=np.int32)]

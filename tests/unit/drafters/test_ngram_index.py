@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
-from vllm_trie.drafters.medusa.candidates import BLEND as MEDUSA_BLEND
-from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.ngrams import Blend, Candidates, Job, NativeBackend, Source, native
+from vllm_trie.drafts.ngram_trie.drafter import BLEND
+from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Source, native
+from vllm_trie.extras.heads.candidates import BLEND as MEDUSA_BLEND
 
 Gram = tuple[int, ...]
 

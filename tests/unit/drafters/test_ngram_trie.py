@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import VOCAB, by_path, end, make_drafter, make_request
-from vllm_trie.ngrams import MAX_ORDER
+from vllm_trie.drafts.ngrams import MAX_ORDER
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 texts = st.lists(st.integers(0, 4), min_size=1, max_size=60)

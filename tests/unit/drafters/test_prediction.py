@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from vllm_trie.drafters import DraftRequest
-from vllm_trie.drafters.prediction import Predictions, merge_chain
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.extras.predictions.source import Predictions, merge_chain
 from vllm_trie.tree import TokenTree
 
 NODES = 16

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.recycled import RecycledTable, rows_of
 from tests.unit.drafters.support import by_path, end, make_drafter, make_request
-from vllm_trie.drafters import LogitsRows
-from vllm_trie.drafters.ngram_trie import recycling
-from vllm_trie.drafters.ngram_trie.drafter import BLEND, SAMPLED
-from vllm_trie.drafters.ngram_trie.recycling import Recycling
-from vllm_trie.ngrams import Job, NativeBackend
-from vllm_trie.ngrams.native import ROW_TOKENS, NativeRecycled
+from vllm_trie.drafts import LogitsRows
+from vllm_trie.drafts.ngram_trie import recycling
+from vllm_trie.drafts.ngram_trie.drafter import BLEND, SAMPLED
+from vllm_trie.drafts.ngram_trie.recycling import Recycling
+from vllm_trie.drafts.ngrams import Job, NativeBackend
+from vllm_trie.drafts.ngrams.native import ROW_TOKENS, NativeRecycled
 from vllm_trie.tree import TokenTree
 
 TREE = TokenTree.from_lists([10, 11, 20, 21], [-1, 0, -1, 2], [0.5, 0.4, 0.3, 0.2])

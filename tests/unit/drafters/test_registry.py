@@ -2,7 +2,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from vllm_trie.drafters import (
+from vllm_trie.drafts import (
     Drafter,
     DrafterOptions,
     available_methods,
@@ -11,7 +11,7 @@ from vllm_trie.drafters import (
     register,
     unregister,
 )
-from vllm_trie.drafters import registry as registry_module
+from vllm_trie.drafts import registry as registry_module
 
 
 def test_every_available_method_loads_and_has_default_options():
@@ -29,7 +29,7 @@ def test_unknown_method_names_what_is_allowed():
 
 def test_methods_of_other_packages(monkeypatch):
     points = [
-        EntryPoint("mine", "vllm_trie.drafters.ngram_trie:NgramTrieDrafter", "vllm_trie.drafters"),
+        EntryPoint("mine", "vllm_trie.drafts.ngram_trie:NgramTrieDrafter", "vllm_trie.drafters"),
         EntryPoint("broken", "vllm_trie.drafters:parse_options", "vllm_trie.drafters"),
         EntryPoint("ngram_trie", "vllm_trie.drafters:parse_options", "vllm_trie.drafters"),
     ]
@@ -74,7 +74,7 @@ def test_what_is_no_drafter_is_not_registered(wrong):
 def test_names_that_are_taken(monkeypatch):
     with pytest.raises(ValueError, match=r"'ngram_trie', which belongs to NgramTrieDrafter"):
         register(type("Other", (Mine,), {"name": "ngram_trie"}))
-    point = EntryPoint("mine", "vllm_trie.drafters.ngram_trie:NgramTrieDrafter", "group")
+    point = EntryPoint("mine", "vllm_trie.drafts.ngram_trie:NgramTrieDrafter", "group")
     monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
     with pytest.raises(ValueError, match=r"'mine', which belongs to NgramTrieDrafter"):
         register(Mine)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.unit.drafters.support import end, make_context
-from vllm_trie.drafters import DraftRequest, request_texts
-from vllm_trie.drafters.ngram_trie.drafter import BLEND, NgramTrieDrafter
-from vllm_trie.drafters.ngram_trie.options import NgramTrieOptions
-from vllm_trie.drafters.request_texts import RequestTexts
-from vllm_trie.ngrams import NativeBackend
+from vllm_trie.drafts import DraftRequest, request_texts
+from vllm_trie.drafts.ngram_trie.drafter import BLEND, NgramTrieDrafter
+from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
+from vllm_trie.drafts.ngrams import NativeBackend
+from vllm_trie.drafts.request_texts import RequestTexts
 from vllm_trie.tree import TokenTree
 
 

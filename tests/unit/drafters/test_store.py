@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.unit.drafters.support import end, make_drafter, make_request
-from vllm_trie.drafters.ngram_trie.drafter import BLEND
-from vllm_trie.drafters.ngram_trie.store import RequestStore, prompt_print
-from vllm_trie.ngrams import NativeBackend
+from vllm_trie.drafts.ngram_trie.drafter import BLEND
+from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
+from vllm_trie.drafts.ngrams import NativeBackend
 
 QUESTION = [1, 2, 3]
 ANSWER = [10, 11, 12, 13, 14]

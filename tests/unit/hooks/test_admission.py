@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_trie.vllm_hooks.scheduler.admission import SOON, Admission
+from vllm_trie.searches.engine.scheduler.admission import SOON, Admission
 
 
 def request_of(max_tokens: int) -> Any:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.beam import BeamSearch, SearchSettings
-from vllm_trie.beam.top_k import select_best
-from vllm_trie.vllm_hooks.beam_wire import BeamStep, TokenSelection
-from vllm_trie.vllm_hooks.scheduler.beams import beginnings, replay_levels
-from vllm_trie.vllm_hooks.scheduler.passes import Room, cheapest_passes
-from vllm_trie.vllm_hooks.scheduler.tables import BeamTables, ranged
-from vllm_trie.vllm_hooks.worker.beam.device_beams import DeviceBeams
+from vllm_trie.extras.ahead.device_beams import DeviceBeams
+from vllm_trie.searches import BeamSearch, SearchSettings
+from vllm_trie.searches.engine.scheduler.beams import beginnings, replay_levels
+from vllm_trie.searches.engine.scheduler.passes import Room, cheapest_passes
+from vllm_trie.searches.engine.scheduler.tables import BeamTables, ranged
+from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
+from vllm_trie.searches.top_k import select_best
 
 
 class Pool:

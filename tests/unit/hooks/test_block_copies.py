@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
-from vllm_trie.vllm_hooks.scheduler.tables import RangedCopies
-from vllm_trie.vllm_hooks.worker.beam import block_copies
+from vllm_trie.searches.engine.scheduler.tables import RangedCopies
+from vllm_trie.searches.engine.worker import block_copies
 
 COPIES = [KVCacheBlockCopy(1, 4), KVCacheBlockCopy(2, 5)]
 

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from vllm_trie.vllm_hooks.worker.calibration import calibrate_step_cost
+from vllm_trie.drafts.engine.start.calibration import calibrate_step_cost
 
 MAX_NUM_TOKENS = 200
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from tests.unit.items.catalogues import write
-from vllm_trie.beam import BeamOptions
-from vllm_trie.vllm_hooks.scheduler import catalogues as module
-from vllm_trie.vllm_hooks.scheduler.catalogues import Catalogues
+from vllm_trie.extras.items import catalogues as module
+from vllm_trie.extras.items.catalogues import Catalogues
+from vllm_trie.searches import BeamOptions
 
 
 def test_a_version_that_cannot_be_opened_is_tried_once(tmp_path, monkeypatch):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import token_trees
 from vllm_trie.attention import TreeRow, split_cache
-from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.verification.compaction import (
+from vllm_trie.drafts.engine.verification.compaction import (
     CacheGroup,
     cache_groups,
     compact,
     moved_tokens,
 )
+from vllm_trie.tree import TokenTree
 
 BLOCK, HEADS, HEAD_SIZE = 4, 2, 3
 

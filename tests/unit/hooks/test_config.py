@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from tests.unit.items.catalogues import write
-from vllm_trie.drafters import available_methods
-from vllm_trie.vllm_hooks.setup import arguments as misspelled
-from vllm_trie.vllm_hooks.setup import beam_support
-from vllm_trie.vllm_hooks.setup import translate as translation
-from vllm_trie.vllm_hooks.setup.arguments import meant, refuse_misspelled_method
-from vllm_trie.vllm_hooks.setup.config import CONFIG_KEY, PROPOSER_CLASS, read
-from vllm_trie.vllm_hooks.setup.refusal import refusing_start
-from vllm_trie.vllm_hooks.setup.translate import (
+from vllm_trie.drafts import available_methods
+from vllm_trie.drafts.engine.start import arguments as misspelled
+from vllm_trie.drafts.engine.start import translate as translation
+from vllm_trie.drafts.engine.start.arguments import meant, refuse_misspelled_method
+from vllm_trie.drafts.engine.start.translate import (
     DEFAULT_NODES,
     MAX_NODES,
     requested_method,
     translate,
 )
+from vllm_trie.hooks.start.config import CONFIG_KEY, PROPOSER_CLASS, read
+from vllm_trie.hooks.start.refusal import refusing_start
+from vllm_trie.searches.engine import beam_support
 
 THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom_class")
 TRIE = {"method": "ngram_trie"}

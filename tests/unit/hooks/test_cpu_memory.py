@@ -10,8 +10,8 @@ from vllm.config import CacheConfig
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
-from vllm_trie.vllm_hooks.setup import cpu_memory
-from vllm_trie.vllm_hooks.setup.cpu_memory import reserve_what_is_free, shrink_blocks
+from vllm_trie.hooks.start import cpu_memory
+from vllm_trie.hooks.start.cpu_memory import reserve_what_is_free, shrink_blocks
 
 DEFAULT = CacheConfig.gpu_memory_utilization
 

@@ -9,8 +9,8 @@ import pytest
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
-from vllm_trie.vllm_hooks.scheduler import draft_room
-from vllm_trie.vllm_hooks.scheduler.draft_room import DraftRoom
+from vllm_trie.drafts.engine.scheduler import draft_room
+from vllm_trie.drafts.engine.scheduler.draft_room import DraftRoom
 
 BUDGET = 256
 COMPILING = {"status": RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}

@@ -12,15 +12,11 @@ import numpy as np
 import pytest
 
 from tests.unit.drafters.support import VOCAB, make_context, make_request
-from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.drafts.engine.draft_requests import _cache_salt, _sample_of
+from vllm_trie.drafts.engine.guard import FIRST_PAUSE_S, LONGEST_PAUSE_S, GuardedDrafter
+from vllm_trie.hooks.wire import CACHE_SALT
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.wire import CACHE_SALT
-from vllm_trie.vllm_hooks.worker.drafting.draft_requests import _cache_salt, _sample_of
-from vllm_trie.vllm_hooks.worker.drafting.guard import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    GuardedDrafter,
-)
 
 GOOD = TokenTree.from_lists([5, 6, 7], [-1, 0, -1])
 LOGGER = logging.getLogger("tests.drafting")

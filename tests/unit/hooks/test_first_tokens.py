@@ -9,8 +9,8 @@ import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
-from vllm_trie.vllm_hooks.scheduler import speculation
-from vllm_trie.vllm_hooks.scheduler.speculation import GIVING_SHARE, MOST_GIVING, FirstTokens
+from vllm_trie.drafts.engine.scheduler import speculation
+from vllm_trie.drafts.engine.scheduler.speculation import GIVING_SHARE, MOST_GIVING, FirstTokens
 
 
 @pytest.fixture

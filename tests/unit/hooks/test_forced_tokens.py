@@ -16,11 +16,12 @@ from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
+from vllm_trie.drafts.engine.scheduler import grammar_time
+from vllm_trie.drafts.engine.scheduler.grammar_time import TimedGrammar
+from vllm_trie.extras.forced_tokens import forced_tokens
+from vllm_trie.extras.forced_tokens.forced_tokens import ForcedTokens
+from vllm_trie.hooks.wire import SPECULATION
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.scheduler import forced_tokens, grammar_time
-from vllm_trie.vllm_hooks.scheduler.forced_tokens import ForcedTokens
-from vllm_trie.vllm_hooks.scheduler.grammar_time import TimedGrammar
-from vllm_trie.vllm_hooks.wire import SPECULATION
 
 SCHEMA = {
     "type": "object",

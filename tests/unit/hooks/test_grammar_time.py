@@ -11,8 +11,8 @@ import xgrammar
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from vllm_trie.vllm_hooks.scheduler import grammar_time
-from vllm_trie.vllm_hooks.scheduler.grammar_time import TimedGrammar
+from vllm_trie.drafts.engine.scheduler import grammar_time
+from vllm_trie.drafts.engine.scheduler.grammar_time import TimedGrammar
 
 VOCABULARY = ["a", "b", "c", "<end>"]
 DRAFT = [0] * 32

@@ -16,12 +16,12 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.prompts import tokenizer
-from vllm_trie.vllm_hooks.frontend.hypotheses import PROMPT_TAIL
-from vllm_trie.vllm_hooks.frontend.requests import prepare_params
-from vllm_trie.vllm_hooks.ledger.installation import Installation
-from vllm_trie.vllm_hooks.ledger.table import patches_here
-from vllm_trie.vllm_hooks.scheduler.group import RESULT_FIELD
-from vllm_trie.vllm_hooks.wire import SPEC_KEY, HypothesisAnswer, SearchAnswer
+from vllm_trie.hooks.ledger.installation import Installation
+from vllm_trie.hooks.ledger.table import patches_here
+from vllm_trie.hooks.wire import SPEC_KEY, HypothesisAnswer, SearchAnswer
+from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
+from vllm_trie.searches.engine.frontend.requests import prepare_params
+from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 
 LENGTHS = (6, 4, 0, 6)
 PROMPT = tokenizer().encode("def café(self):\n    return 'naïve'\n" * 12)

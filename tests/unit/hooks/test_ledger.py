@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import vllm_trie
-from vllm_trie.vllm_hooks import ledger
-from vllm_trie.vllm_hooks.ledger import Patch, check, record
-from vllm_trie.vllm_hooks.ledger.installation import Installation
+from vllm_trie.hooks import ledger
+from vllm_trie.hooks.ledger import Patch, check, record
+from vllm_trie.hooks.ledger.installation import Installation
 
 PACKAGE = Path(vllm_trie.__file__).parent
 HERE = "a_module_of_vllm:Subject"
@@ -92,7 +92,7 @@ def test_every_entry_says_why_and_until_when():
 
 
 def test_importing_the_table_imports_nothing_of_vllm():
-    code = "import sys, vllm_trie.vllm_hooks.ledger; print([m for m in sys.modules if m == 'vllm'])"
+    code = "import sys, vllm_trie.hooks.ledger; print([m for m in sys.modules if m == 'vllm'])"
     from tests.processes import run_python
 
     assert run_python("-c", code, timeout=60).stdout.strip() == "[]"

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from vllm_trie.vllm_hooks import plugin
+from vllm_trie.hooks import plugin
 
 
 class Records(logging.Handler):
@@ -38,7 +38,7 @@ def test_lines_reach_what_vllm_sets_up_later(loggers):
     theirs, _ = loggers
     plugin._log_as_vllm_does()
     plugin._log_as_vllm_does()
-    ours = logging.getLogger("vllm_trie.vllm_hooks.frontend.metrics")
+    ours = logging.getLogger("vllm_trie.hooks.frontend.metrics")
     ours.info("too early")
     records = Records()
     theirs.addHandler(records)

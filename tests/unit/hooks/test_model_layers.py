@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_trie.vllm_hooks.setup.draft_support import check_layers
+from vllm_trie.drafts.engine.start.draft_support import check_layers
 
 SHAPE: dict[str, Any] = {
     "block_size": 32,

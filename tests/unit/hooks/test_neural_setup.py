@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.drafters.neural import NeuralOptions
-from vllm_trie.vllm_hooks.setup import draft_support
+from vllm_trie.drafts.engine.start import draft_support
+from vllm_trie.extras.union.neural import NeuralOptions
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
 

@@ -15,11 +15,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from tests.engine.prompts import tokenizer
-from vllm_trie.vllm_hooks.frontend import answers
-from vllm_trie.vllm_hooks.frontend.answers import COUNTS
-from vllm_trie.vllm_hooks.ledger.installation import Installation
-from vllm_trie.vllm_hooks.ledger.table import patches_here
-from vllm_trie.vllm_hooks.wire import PREDICTION
+from vllm_trie.hooks.frontend import answers
+from vllm_trie.hooks.frontend.answers import COUNTS
+from vllm_trie.hooks.ledger.installation import Installation
+from vllm_trie.hooks.ledger.table import patches_here
+from vllm_trie.hooks.wire import PREDICTION
 
 TOKENS = tokenizer().encode("def count_words(lines):")
 

@@ -12,16 +12,16 @@ import pytest
 from vllm import SamplingParams
 
 from tests.unit.drafters.support import make_context
-from vllm_trie.drafters import VerifiedStep, get_drafter_class, parse_options
-from vllm_trie.trace_file import Step, read_trace
+from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
+from vllm_trie.extras.traces import recorder as module
+from vllm_trie.extras.traces.recorder import TraceRecorder
+from vllm_trie.extras.traces.trace_file import Step, read_trace
+from vllm_trie.hooks.frontend.extra_args import SpeculationRequestError, check_speculation
+from vllm_trie.hooks.start.config import EngineOptions, TreeConfig
+from vllm_trie.hooks.start.engine_args import _check_trace_path
+from vllm_trie.searches.engine.beam_support import BeamRequestError
+from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.frontend.extra_args import SpeculationRequestError, check_speculation
-from vllm_trie.vllm_hooks.frontend.requests import prepare_params
-from vllm_trie.vllm_hooks.setup.beam_support import BeamRequestError
-from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
-from vllm_trie.vllm_hooks.setup.engine_args import _check_trace_path
-from vllm_trie.vllm_hooks.worker import recorder as module
-from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
 
 TREE = TokenTree.from_lists([5, 6, 7], [-1, 0, -1], [0.9, 0.5, 0.1])
 ACCEPTED = VerifiedStep(TREE, (0, 1), None)
@@ -179,7 +179,7 @@ def test_a_step_that_makes_no_sense_ends_the_trace_only(recorder, tmp_path):
 
 def config(trace_path: str | None) -> Any:
     options = {"method": "ngram_trie", "trace_path": trace_path}
-    speculative = SimpleNamespace(model="vllm_trie.vllm_hooks.worker.runners.v1.V1Speculation")
+    speculative = SimpleNamespace(model="vllm_trie.drafts.engine.runners.v1.V1Speculation")
     return SimpleNamespace(speculative_config=speculative, additional_config={"vllm_trie": options})
 
 

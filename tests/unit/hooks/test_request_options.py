@@ -12,12 +12,12 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.tokenizers import get_tokenizer
 
-from vllm_trie.beam import OPTION_NAMES, parse_options
+from vllm_trie.extras.predictions.request import with_packed
+from vllm_trie.hooks.frontend.extra_args import check_extra_args, check_speculation
+from vllm_trie.hooks.wire import CACHE_SALT, PREDICTION, SPEC_KEY
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.frontend.extra_args import check_extra_args, check_speculation
-from vllm_trie.vllm_hooks.frontend.predictions import with_packed
-from vllm_trie.vllm_hooks.frontend.requests import check_api_request
-from vllm_trie.vllm_hooks.wire import CACHE_SALT, PREDICTION, SPEC_KEY
+from vllm_trie.searches import OPTION_NAMES, parse_options
+from vllm_trie.searches.engine.frontend.requests import check_api_request
 
 ENGINE: Any = SimpleNamespace(kv_transfer_config=None)
 

@@ -20,11 +20,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_v2_adapter import NextNumbers
-from vllm_trie.drafters import DraftRequest
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
+from vllm_trie.drafts.engine.workers import drafting_worker
+from vllm_trie.extras.device_checks import start_check
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker import drafting_worker, start_check
-from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
-from vllm_trie.vllm_hooks.worker.verifier_setup import same_on_all_ranks
 
 MARGINS = [{7: 0.0, 9: 0.1}, {8: 0.0, 3: 2.0}]
 GREEDY = start_check._Prompt([1], SamplingParams(temperature=0.0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_trie.vllm_hooks.worker import step_clock
-from vllm_trie.vllm_hooks.worker.step_clock import StepClock
+from vllm_trie.drafts.engine import step_clock
+from vllm_trie.drafts.engine.step_clock import StepClock
 
 
 class Now:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from tests.unit.tree.strategies import token_trees
-from vllm_trie.budget import NodeBudget
-from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.verification.placement import scheduled_tree
+from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
-from vllm_trie.vllm_hooks.worker.verification.placement import scheduled_tree
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
 
 
 @given(token_trees(), st.integers(0, 50))

@@ -20,11 +20,11 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
 from tests.engine.prompts import tokenizer
+from vllm_trie.hooks.frontend import token_streams
+from vllm_trie.hooks.frontend.token_streams import MOST_WAITING, TokenCollector
+from vllm_trie.hooks.ledger.installation import Installation
+from vllm_trie.hooks.ledger.table import patches_here
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.vllm_hooks.frontend import token_streams
-from vllm_trie.vllm_hooks.frontend.token_streams import MOST_WAITING, TokenCollector
-from vllm_trie.vllm_hooks.ledger.installation import Installation
-from vllm_trie.vllm_hooks.ledger.table import patches_here
 
 PROMPT = tokenizer().encode("def main():\n")
 TEXT = "<think>\nso I look\n</think>\n\nI see <to> it\n"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import flags, token_trees
-from vllm_trie.budget import NodeBudget
+from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.verifier_setup import same_on_all_ranks
 
 
 class Rank:

@@ -21,20 +21,20 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from tests.oracles.delivery import Kernel
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_tree_exchange import Rank
-from vllm_trie.budget import NodeBudget
-from vllm_trie.drafters import Drafter, DrafterOptions, DraftRequest
-from vllm_trie.trace_file import read_trace
+from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.drafts.engine.draft_requests import ended_request
+from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.runners import v2_delivery
+from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
+from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
+from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
+from vllm_trie.drafts.engine.verifier import TreeVerifier
+from vllm_trie.extras.traces.recorder import TraceRecorder
+from vllm_trie.extras.traces.trace_file import read_trace
+from vllm_trie.hooks.start.config import EngineOptions, TreeConfig
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.setup.config import EngineOptions, TreeConfig
-from vllm_trie.vllm_hooks.wire import STATS_ATTRIBUTE
-from vllm_trie.vllm_hooks.worker.drafting.draft_requests import ended_request
-from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
-from vllm_trie.vllm_hooks.worker.recorder import TraceRecorder
-from vllm_trie.vllm_hooks.worker.runners import v2_delivery
-from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
-from vllm_trie.vllm_hooks.worker.runners.v2_adapter import V2Adapter
-from vllm_trie.vllm_hooks.worker.verifier import TreeVerifier
-from vllm_trie.vllm_hooks.worker.verifier_setup import same_on_all_ranks
 
 WIDTH = 4
 MAX_MODEL_LEN = 20

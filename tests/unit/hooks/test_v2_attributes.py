@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import vllm
 
-from vllm_trie.vllm_hooks.worker.runners import v2 as runner_v2
-from vllm_trie.vllm_hooks.worker.runners.v2 import DraftedOnly
-from vllm_trie.vllm_hooks.worker.runners.v2_trees import TreeSampler
+from vllm_trie.drafts.engine.runners import v2 as runner_v2
+from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
+from vllm_trie.drafts.engine.runners.v2_trees import TreeSampler
 
 WORKER = Path(vllm.__file__).parent / "v1" / "worker"
 OF_TRAINED = {"dcp_size", "draft_attn_layer_names", "load_model", "model"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-from vllm_trie.vllm_hooks.worker.runners import v2_lengths
+from vllm_trie.drafts.engine.runners import v2_lengths
 
 
 def step(**num_tokens: int) -> SchedulerOutput:

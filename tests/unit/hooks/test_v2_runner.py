@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.unit.hooks.test_v2_adapter import Steps
-from vllm_trie.vllm_hooks.worker.runners.v2 import RunnerV2Mixin
+from vllm_trie.drafts.engine.runners.v2 import RunnerV2Mixin
 
 
 class Stock:

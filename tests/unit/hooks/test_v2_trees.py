@@ -16,16 +16,12 @@ from vllm import SamplingParams
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_compaction import path_to
 from tests.unit.tree.strategies import token_trees
-from vllm_trie.drafters import Drafter, DrafterOptions
+from vllm_trie.drafts import Drafter, DrafterOptions
+from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
+from vllm_trie.drafts.engine.verification.compaction import CacheGroup, compact, compact_on_device
+from vllm_trie.drafts.engine.verifier import TreeStep, TreeVerifier
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker.drafting.guard import GuardedDrafter
-from vllm_trie.vllm_hooks.worker.runners.v2_trees import V2TreeAdapter
-from vllm_trie.vllm_hooks.worker.verification.compaction import (
-    CacheGroup,
-    compact,
-    compact_on_device,
-)
-from vllm_trie.vllm_hooks.worker.verifier import TreeStep, TreeVerifier
 
 NUM_NODES = 4
 

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
-from vllm_trie.drafters import Drafter
-from vllm_trie.store import Identity, Slot, StoredText, StoreHeader, read_store, write_store
+from vllm_trie.drafts import Drafter
+from vllm_trie.extras.memory import Identity, Slot, StoredText, StoreHeader, read_store, write_store
 from vllm_trie.tree import TokenTree
-from vllm_trie.vllm_hooks.worker import warm_start as module
-from vllm_trie.vllm_hooks.worker.warm_start import WarmStart
 
 IDENTITY = Identity("model", "fingerprint", VOCAB)
 QUESTION, ANSWER = [1, 2, 3], [10, 11, 12, 13, 14]

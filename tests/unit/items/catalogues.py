@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_trie.items import ItemTrie, Rules, build_items, open_items, read_items
+from vllm_trie.extras.items import ItemTrie, Rules, build_items, open_items, read_items
 
 Items = dict[tuple[int, ...], int]
 """Tokens of each item, and its id."""

@@ -12,11 +12,11 @@ from tests.engine.beam.oracle import constrained_search, load
 from tests.unit.beam.models import extended, random_model, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
 from tests.unit.items.catalogues import PlainTrie, random_items, selected_items, trie_of, weight_of
-from vllm_trie.beam import SearchSettings
-from vllm_trie.items.search import ItemSearch
-from vllm_trie.items.selection import Rules, SelectedTrie, select
-from vllm_trie.items.step import best_continuations
+from vllm_trie.extras.items.search import ItemSearch
+from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
+from vllm_trie.extras.items.step import best_continuations
 from vllm_trie.lab.tiny_model import model_path
+from vllm_trie.searches import SearchSettings
 
 EOS = 0
 VOCAB = 9

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.unit.items.catalogues import PlainTrie, random_items, trie_of, write
-from vllm_trie.checked_file import PREFIX
 from vllm_trie.cli import app
-from vllm_trie.items import ItemsError, build_items, open_items, read_items
-from vllm_trie.items.trie import IdTexts, text_key, text_keys
+from vllm_trie.extras.items import ItemsError, build_items, open_items, read_items
+from vllm_trie.extras.items.trie import IdTexts, text_key, text_keys
+from vllm_trie.files.checked_file import PREFIX
 from vllm_trie.lab.tiny_model import model_path
 
 SMALL = {(1, 2, 3): 7, (1, 2): 8, (4,): 9, (1, 5, 0): 3}
@@ -59,7 +59,7 @@ def check_equal(trie, items) -> None:
 
 @pytest.mark.parametrize("text_ids", [False, True])
 def test_built_trie_holds_exactly_the_items(tmp_path, monkeypatch, text_ids):
-    monkeypatch.setattr("vllm_trie.items.sources._BATCH", 50)
+    monkeypatch.setattr("vllm_trie.extras.items.sources._BATCH", 50)
     items = random_items(1, 3000, vocab=9)
     trie = trie_of(tmp_path / "items.trie", items, text_ids)
     check_equal(trie, {k: f"item {i}" for k, i in items.items()} if text_ids else items)
@@ -141,7 +141,7 @@ def test_ids_are_unicode_text(tmp_path):
 
 
 def test_ids_of_different_types_in_distant_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm_trie.items.sources._BATCH", 1)
+    monkeypatch.setattr("vllm_trie.extras.items.sources._BATCH", 1)
     source = tmp_path / "items.jsonl"
     source.write_text('{"id": 5, "tokens": [3]}\n{"id": "a", "tokens": [4]}\n')
     with pytest.raises(ItemsError, match="some ids are strings and others integers"):
@@ -149,7 +149,7 @@ def test_ids_of_different_types_in_distant_batches(tmp_path, monkeypatch):
 
 
 def test_duplicates(tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm_trie.items.sources._BATCH", 1)
+    monkeypatch.setattr("vllm_trie.extras.items.sources._BATCH", 1)
     source, target = tmp_path / "items.jsonl", tmp_path / "items.trie"
     items = [([n % 7, 3], f"n{n}") for n in range(20)]
     source.write_text("\n".join(json.dumps({"id": i, "tokens": t}) for t, i in items))

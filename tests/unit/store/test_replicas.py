@@ -15,8 +15,8 @@ import pytest
 
 from tests.unit.drafters.support import end, make_drafter, make_request
 from tests.unit.store.redis_server import RedisServer
-from vllm_trie.store import Identity, StoredText, bounded_reply, replicas, salt_digest
-from vllm_trie.store.replicas import Replicas, connect, decode, encode
+from vllm_trie.extras.memory import Identity, StoredText, bounded_reply, replicas, salt_digest
+from vllm_trie.extras.memory.replicas import Replicas, connect, decode, encode
 
 IDENTITY = Identity("model", "tokenizer", 1000)
 SALT = salt_digest("tenant")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.processes import run_python
-from vllm_trie.store import (
+from vllm_trie.extras.memory import (
     Identity,
     Slot,
     StoredText,
@@ -22,7 +22,7 @@ from vllm_trie.store import (
     salt_digest,
     write_store,
 )
-from vllm_trie.store.store_file import FORMAT
+from vllm_trie.extras.memory.store_file import FORMAT
 
 MODEL = Identity("model", "fingerprint", 1000)
 TENANT = salt_digest("tenant")
@@ -83,7 +83,7 @@ def test_the_key_of_prompts_is_made_once_and_is_private(tmp_path):
 
 
 def test_a_file_is_bounded(file, monkeypatch):
-    monkeypatch.setattr("vllm_trie.store.store_file.MAX_TOKENS", 5)
+    monkeypatch.setattr("vllm_trie.extras.memory.store_file.MAX_TOKENS", 5)
     write_store(file, make_header(), TEXTS)
     assert as_lists(read_store(file).texts) == as_lists(TEXTS[1:])
 
@@ -203,7 +203,7 @@ WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from vllm_trie.store import StoredText, StoreHeader, read_store, write_store
+from vllm_trie.extras.memory import StoredText, StoreHeader, read_store, write_store
 path, kills = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(1)
 texts = [StoredText(b"", np.full(200, i, dtype=np.int32)) for i in range(300)]

@@ -25,9 +25,9 @@ from packaging.version import Version
 
 from vllm_trie import native
 from vllm_trie._version import __version__
-from vllm_trie.drafters import available_methods
+from vllm_trie.drafts import available_methods
+from vllm_trie.hooks import ledger
 from vllm_trie.lab.check.parts import Outcome, Settings
-from vllm_trie.vllm_hooks import ledger
 
 _QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -199,7 +199,7 @@ def check_hooks() -> tuple[tuple[ledger.Finding, ...], list[Problem]]:
     """Compare the ledger with the installed vLLM, and this platform with the support table."""
     if not _has_vllm():
         return (), []
-    from vllm_trie.vllm_hooks.setup.limits import FEATURES, PLATFORM_LIMITS
+    from vllm_trie.hooks.start.limits import FEATURES, PLATFORM_LIMITS
 
     try:
         findings = tuple(ledger.check())

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel
 
-from vllm_trie.lab.check.engines import CHAIN_TOKENS, NODES, decode, prompts, start_engine
-from vllm_trie.lab.check.parts import Outcome, Settings
-from vllm_trie.lab.local_engine import without_memory
-from vllm_trie.lab.tiny_model import medusa_path
-from vllm_trie.vllm_hooks.worker.start_check import (
+from vllm_trie.extras.device_checks.start_check import (
     NUM_LIKELIEST,
     TEMPERATURE,
     TOO_UNLIKELY,
     near_tie,
 )
+from vllm_trie.lab.check.engines import CHAIN_TOKENS, NODES, decode, prompts, start_engine
+from vllm_trie.lab.check.parts import Outcome, Settings
+from vllm_trie.lab.local_engine import without_memory
+from vllm_trie.lab.tiny_model import medusa_path
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

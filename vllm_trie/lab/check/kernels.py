@@ -14,7 +14,7 @@ from vllm_trie.attention import (
     split_cache,
     tree_attention,
 )
-from vllm_trie.attention.kernel_check import (
+from vllm_trie.extras.device_checks.kernel_check import (
     BATCHES,
     TOLERANCE,
     KernelCheck,

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_trie.beam.trace import SearchTrace
 from vllm_trie.lab.drawings.beam import draw_text
 from vllm_trie.lab.local_engine import model_or_shipped
+from vllm_trie.searches.trace import SearchTrace
 
 app = typer.Typer(
     no_args_is_help=True,

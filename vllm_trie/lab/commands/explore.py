@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_trie.extras.traces.trace_file import Trace, read_trace
 from vllm_trie.lab import local_engine
 from vllm_trie.lab.explore.page import Beams, page
-from vllm_trie.trace_file import Trace, read_trace
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -78,7 +78,7 @@ def explore(
 
 
 def _check_methods(methods: Sequence[str]) -> None:
-    from vllm_trie.drafters import available_methods
+    from vllm_trie.drafts import available_methods
 
     allowed = [PLAIN, *available_methods()]
     for method in methods:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.drafters.ngram_trie.drafter import BLEND
+from vllm_trie.drafts.ngram_trie.drafter import BLEND
+from vllm_trie.drafts.ngrams import Job, NativeBackend
+from vllm_trie.drafts.ngrams.native import MAX_ORDER, NativeCorpus
+from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus
 from vllm_trie.lab.corpus.answers_file import Answer
 from vllm_trie.lab.corpus.prompt_format import PromptFormat
-from vllm_trie.ngrams import Job, NativeBackend
-from vllm_trie.ngrams.corpus_file import open_corpus, write_corpus
-from vllm_trie.ngrams.native import MAX_ORDER, NativeCorpus
 
 HELD_OUT_EVERY = 10
 NODES = 32

@@ -13,13 +13,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_trie.extras.corpus.corpus_file import CorpusHeader, fingerprint, write_corpus
+from vllm_trie.files.tokenizers import load_corpus_tokenizer
 from vllm_trie.lab import local_engine
 from vllm_trie.lab.corpus import held_out, synthesis
 from vllm_trie.lab.corpus.answers_file import AnswersFile
 from vllm_trie.lab.corpus.prompt_format import PromptFormat, prompt_format
 from vllm_trie.lab.corpus.synthesis import Completion, Plan
-from vllm_trie.ngrams.corpus_file import CorpusHeader, fingerprint, write_corpus
-from vllm_trie.ngrams.tokenizers import load_corpus_tokenizer
 
 _SECONDS_BETWEEN_LINES = 30.0
 

@@ -68,7 +68,7 @@ def demo(
 
     Exit status 1 if any output differs.
     """
-    from vllm_trie.drafters import available_methods
+    from vllm_trie.drafts import available_methods
     from vllm_trie.lab.demo import report
 
     if method not in available_methods():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_trie.beam.trace import NodeFate, SearchTrace
 from vllm_trie.lab.drawings.tree import Node, outline, visible_text
+from vllm_trie.searches.trace import NodeFate, SearchTrace
 
 _MARKS = {NodeFate.KEPT: "", NodeFate.DROPPED: " ✗", NodeFate.FINISHED: " ■"}
 

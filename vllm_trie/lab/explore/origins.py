@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vllm_trie.trace_file import Trace
+from vllm_trie.extras.traces.trace_file import Trace
 
 PROMPT, OUTPUT, ELSEWHERE = "p", "o", "e"
 _LENGTHS = (4, 3, 2)  # of the n-grams that are looked for, longest first

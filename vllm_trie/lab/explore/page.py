@@ -18,10 +18,10 @@ from statistics import median
 from string import Template
 from typing import Any, NamedTuple
 
-from vllm_trie.beam.trace import SearchTrace
+from vllm_trie.extras.traces.trace_file import Step, Trace
 from vllm_trie.lab.drawings.tree import visible_text
 from vllm_trie.lab.explore.origins import origins
-from vllm_trie.trace_file import Step, Trace
+from vllm_trie.searches.trace import SearchTrace
 
 Decode = Callable[[Sequence[int]], str]
 """From token ids to their text."""

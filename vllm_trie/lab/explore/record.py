@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_trie.beam.trace import SearchTrace
+from vllm_trie.extras.traces.trace_file import Header, Step, Trace, read_trace
 from vllm_trie.lab.explore.page import Beams
 from vllm_trie.lab.local_engine import decode_steps, generate, trees_of
-from vllm_trie.trace_file import Header, Step, Trace, read_trace
+from vllm_trie.searches.trace import SearchTrace
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -101,8 +101,8 @@ def _train(
     seed: int,
     resume: bool,
 ) -> None:
-    from vllm_trie.drafters.medusa.heads import HeadsShape
-    from vllm_trie.drafters.medusa.reading import load_checkpoint
+    from vllm_trie.extras.heads.heads import HeadsShape
+    from vllm_trie.extras.heads.reading import load_checkpoint
     from vllm_trie.lab.medusa import TokenRows, Trainer, TrainingPlan
     from vllm_trie.lab.medusa.states import StateCache
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
+from vllm_trie.extras.heads.heads import HeadsShape, MedusaHeads
 from vllm_trie.lab.medusa.states import FrozenModel, StateCache
 from vllm_trie.lab.medusa.text import TokenRows
 

@@ -1,4 +1,4 @@
-"""Writing of checkpoints; see :mod:`vllm_trie.drafters.medusa.reading`."""
+"""Writing of checkpoints; see :mod:`vllm_trie.extras.heads.reading`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_trie.drafters.medusa.heads import MedusaHeads
-from vllm_trie.drafters.medusa.reading import TEMPERATURES_KEY
+from vllm_trie.extras.heads.heads import MedusaHeads
+from vllm_trie.extras.heads.reading import TEMPERATURES_KEY
 
 
 def save_vllm(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.drafters.lookahead.reference import Target
 from tests.unit.drafters.support import make_request
-from vllm_trie.drafters import Drafter, VerifiedStep
+from vllm_trie.drafts import Drafter, VerifiedStep
 from vllm_trie.tree import TokenTree, accept_greedy
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tests.unit.drafters.lookahead.driver import Decoding, verify
 from tests.unit.drafters.lookahead.reference import TwoBranchDecoder, toy_target
 from tests.unit.drafters.support import end, make_context, make_request
-from vllm_trie.drafters import VerifiedStep
-from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
-from vllm_trie.drafters.lookahead.candidates import CandidateTrie
-from vllm_trie.drafters.lookahead.options import fit, window_nodes
-from vllm_trie.drafters.lookahead.pool import Candidate
-from vllm_trie.drafters.lookahead.rates import Rates
+from vllm_trie.drafts import VerifiedStep
+from vllm_trie.extras.lookahead import LookaheadDrafter, LookaheadOptions
+from vllm_trie.extras.lookahead.candidates import CandidateTrie
+from vllm_trie.extras.lookahead.options import fit, window_nodes
+from vllm_trie.extras.lookahead.pool import Candidate
+from vllm_trie.extras.lookahead.rates import Rates
 
 VOCAB = 40
 

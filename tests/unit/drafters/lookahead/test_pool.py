@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.lookahead.pool import Candidate, NgramPool
+from vllm_trie.extras.lookahead.pool import Candidate, NgramPool
 
 NGRAMS = st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 2), st.integers(0, 2))))
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.unit.drafters.lookahead.driver import Decoding
 from tests.unit.drafters.lookahead.reference import toy_target
 from tests.unit.drafters.support import end, make_context, make_request
-from vllm_trie.drafters.lookahead import LookaheadDrafter, LookaheadOptions
-from vllm_trie.drafters.lookahead.candidates import CandidateTrie
-from vllm_trie.drafters.lookahead.pool import Candidate
-from vllm_trie.drafters.lookahead.rates import Rate, Rates
+from vllm_trie.extras.lookahead import LookaheadDrafter, LookaheadOptions
+from vllm_trie.extras.lookahead.candidates import CandidateTrie
+from vllm_trie.extras.lookahead.pool import Candidate
+from vllm_trie.extras.lookahead.rates import Rate, Rates
 
 VOCAB = 40
 CANDIDATES = st.lists(

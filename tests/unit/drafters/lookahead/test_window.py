@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.lookahead.reference import Cell, TwoBranchDecoder, toy_target, visible
-from vllm_trie.drafters.lookahead.candidates import CandidateTrie
-from vllm_trie.drafters.lookahead.options import window_nodes
-from vllm_trie.drafters.lookahead.pool import Candidate
-from vllm_trie.drafters.lookahead.rates import Rates
-from vllm_trie.drafters.lookahead.window import Window
+from vllm_trie.extras.lookahead.candidates import CandidateTrie
+from vllm_trie.extras.lookahead.options import window_nodes
+from vllm_trie.extras.lookahead.pool import Candidate
+from vllm_trie.extras.lookahead.rates import Rates
+from vllm_trie.extras.lookahead.window import Window
 
 SIZES = st.tuples(st.integers(1, 7), st.integers(3, 6))
 

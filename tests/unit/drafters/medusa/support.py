@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from tests.unit.drafters.support import make_context
-from vllm_trie.drafters import DraftRequest
-from vllm_trie.drafters.medusa.drafter import MedusaDrafter
-from vllm_trie.drafters.medusa.heads import HeadsShape, MedusaHeads
-from vllm_trie.drafters.registry import parse_options
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.registry import parse_options
+from vllm_trie.extras.heads.drafter import MedusaDrafter
+from vllm_trie.extras.heads.heads import HeadsShape, MedusaHeads
 
 HIDDEN, VOCAB = 16, 60
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_trie.drafters.medusa.candidates import top_candidates
+from vllm_trie.extras.heads.candidates import top_candidates
 
 
 def plain(logits, num_candidates):

@@ -13,9 +13,9 @@ from tests.unit.drafters.medusa.support import (
     random_heads,
 )
 from tests.unit.drafters.support import end, make_context
-from vllm_trie.drafters.medusa.drafter import MedusaDrafter
-from vllm_trie.drafters.medusa.reading import CheckpointError
-from vllm_trie.drafters.registry import parse_options
+from vllm_trie.drafts.registry import parse_options
+from vllm_trie.extras.heads.drafter import MedusaDrafter
+from vllm_trie.extras.heads.reading import CheckpointError
 from vllm_trie.lab.medusa.writing import save_vllm
 
 

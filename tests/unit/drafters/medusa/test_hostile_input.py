@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.ngrams.backend import PythonBackend
-from vllm_trie.drafters.medusa.candidates import BLEND, top_candidates
-from vllm_trie.ngrams import Job, NativeBackend
+from vllm_trie.drafts.ngrams import Job, NativeBackend
+from vllm_trie.extras.heads.candidates import BLEND, top_candidates
 from vllm_trie.tree import TokenTree
 
 BACKENDS = [NativeBackend, PythonBackend]

@@ -16,7 +16,7 @@ from tests.unit.drafters.medusa.support import (
     make_requests,
     random_heads,
 )
-from vllm_trie.drafters.medusa.reading import CheckpointError, load_checkpoint
+from vllm_trie.extras.heads.reading import CheckpointError, load_checkpoint
 from vllm_trie.lab.medusa.writing import save_vllm
 
 

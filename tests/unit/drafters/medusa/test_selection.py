@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.medusa.candidates import BLEND
-from vllm_trie.ngrams import Candidates, Job, NativeBackend
+from vllm_trie.drafts.ngrams import Candidates, Job, NativeBackend
+from vllm_trie.extras.heads.candidates import BLEND
 from vllm_trie.tree import TokenTree, depth_first_layout
 
 VOCAB = 40

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import make_context
-from vllm_trie.drafters import Drafter, DraftRequest
-from vllm_trie.drafters.base import DrafterOptions
-from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
+from vllm_trie.drafts import Drafter, DraftRequest
+from vllm_trie.drafts.drafter import DrafterOptions
+from vllm_trie.extras.union import TrieUnionDrafter, TrieUnionOptions
 from vllm_trie.tree import TokenTree
 
 VOCAB = 40

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_trie.drafters.union.calibration import Calibrator
+from vllm_trie.extras.union.calibration import Calibrator
 
 PROBABILITIES = st.floats(0.0, 1.0)
 

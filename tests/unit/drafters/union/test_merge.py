@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.drafters.union.support import VOCAB, trees
 from tests.unit.tree.strategies import paths_of
-from vllm_trie.drafters.union.merge import Draft, build_tree, edge_probabilities, merge
+from vllm_trie.extras.union.merge import Draft, build_tree, edge_probabilities, merge
 from vllm_trie.tree import TokenTree
 
 PARTS = st.lists(trees(), min_size=1, max_size=3)

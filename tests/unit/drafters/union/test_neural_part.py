@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.unit.drafters.support import make_context, make_request
 from tests.unit.drafters.union.support import trees
 from tests.unit.tree.strategies import paths_of
-from vllm_trie.drafters import registry
-from vllm_trie.drafters.neural import Chains
-from vllm_trie.drafters.neural.drafter import chain_tree
-from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
-from vllm_trie.drafters.union.merge import Draft, best_chain, build_tree, merge
+from vllm_trie.drafts import registry
+from vllm_trie.extras.union import TrieUnionDrafter, TrieUnionOptions
+from vllm_trie.extras.union.merge import Draft, best_chain, build_tree, merge
+from vllm_trie.extras.union.neural import Chains
+from vllm_trie.extras.union.neural.drafter import chain_tree
 
 PART = {"method": "eagle", "model": "some/head", "num_speculative_tokens": 3}
 

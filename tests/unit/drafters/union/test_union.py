@@ -13,11 +13,11 @@ from tests.unit.drafters.lookahead.driver import Decoding
 from tests.unit.drafters.lookahead.reference import toy_target
 from tests.unit.drafters.support import end, make_context, make_request
 from tests.unit.drafters.union.support import VOCAB, Scripted, make_union
-from vllm_trie.drafters import VerifiedStep
-from vllm_trie.drafters.ngram_trie import NgramTrieDrafter
-from vllm_trie.drafters.registry import parse_options
-from vllm_trie.drafters.union import TrieUnionDrafter, TrieUnionOptions
-from vllm_trie.drafters.union.drafter import HORIZON
+from vllm_trie.drafts import VerifiedStep
+from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
+from vllm_trie.drafts.registry import parse_options
+from vllm_trie.extras.union import TrieUnionDrafter, TrieUnionOptions
+from vllm_trie.extras.union.drafter import HORIZON
 from vllm_trie.tree import TokenTree
 
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_trie import cli
-from vllm_trie.drafters import registry
+from vllm_trie.drafts import registry
 from vllm_trie.lab.check import command
 from vllm_trie.lab.check.identity import PlainOutput, judge, unlikely
 from vllm_trie.lab.check.parts import METHODS, Part, all_parts

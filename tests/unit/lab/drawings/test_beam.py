@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.beam.models import random_model, run_search
-from vllm_trie.beam import SearchSettings
 from vllm_trie.lab.drawings.beam import draw_text
+from vllm_trie.searches import SearchSettings
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_trie.beam import BeamSearch, Candidates, SearchSettings
+from vllm_trie.extras.traces.trace_file import Header, Step, Trace
 from vllm_trie.lab.explore.page import Beams
-from vllm_trie.trace_file import Header, Step, Trace
+from vllm_trie.searches import BeamSearch, Candidates, SearchSettings
 from vllm_trie.tree import TokenTree, accept_greedy
 
 WORDS = [

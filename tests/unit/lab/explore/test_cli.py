@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_trie.cli import app
+from vllm_trie.extras.traces.trace_file import Header, Step, TraceWriter
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.trace_file import Header, Step, TraceWriter
 from vllm_trie.tree import TokenTree
 
 

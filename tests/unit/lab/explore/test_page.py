@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_trie.extras.traces.trace_file import Header, Step, Trace
 from vllm_trie.lab.explore import page
 from vllm_trie.lab.explore.origins import origins
 from vllm_trie.lab.explore.page import _speed, pieces
-from vllm_trie.trace_file import Header, Step, Trace
 from vllm_trie.tree import TokenTree
 
 HOSTILE = [

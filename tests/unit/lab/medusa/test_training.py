@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_trie.drafters.medusa.heads import HeadsShape
+from vllm_trie.extras.heads.heads import HeadsShape
 from vllm_trie.lab.medusa import Encoder, TokenRows, Trainer, TrainingPlan, read_tokens
 from vllm_trie.lab.medusa.states import StateCache
 from vllm_trie.lab.medusa.text import find_files, split_rows

@@ -1,6 +1,0 @@
-"""The union of several drafters: their candidates in one tree under one node budget."""
-
-from vllm_trie.drafters.union.drafter import TrieUnionDrafter
-from vllm_trie.drafters.union.options import TrieUnionOptions
-
-__all__ = ["TrieUnionDrafter", "TrieUnionOptions"]

@@ -1,0 +1,253 @@
+"""The drafter interface: a drafter fills a token tree for each request of a batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from vllm_trie.extras.memory import StoredText
+from vllm_trie.tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vllm_trie.extras.memory.replicas import Replicas
+
+
+class DrafterOptions(BaseModel):
+    """Base of every drafter's options: frozen and strictly typed, without unknown names."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """The engine that a drafter runs in; the defaults are for a drafter without one.
+
+    Attributes:
+        vocab_size: Token ids are in [0, vocab_size).
+        max_model_len: The longest sequence, prompt and output, in tokens.
+        max_num_seqs: The largest batch.
+        num_nodes: Node budget N of one request's tree (`num_speculative_tokens`).
+        hidden_size: Width of the target model's hidden states.
+        dtype, device: Of the target model, as PyTorch spells them ("bfloat16", "cpu").
+        tensor_parallel_size, rank: Every rank drafts, and all verify rank 0's trees.
+        model, tokenizer: Names or paths of the target model and its tokenizer.
+        eos_token_ids: Tokens that end a sequence.
+        draft_model: Name or path of the drafter's own weights, for methods that have weights.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_nodes: int
+    hidden_size: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    tensor_parallel_size: int = 1
+    rank: int = 0
+    model: str = ""
+    tokenizer: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    draft_model: str | None = None
+
+
+class LogitsRows(NamedTuple):
+    """The rows of logits that a step computed for a request: what the target held likely after the
+    token before the step's tree, and after each node, rejected ones included."""
+
+    tree: TokenTree
+    """As verified; empty in a step without drafts."""
+    accepted: tuple[int, ...]
+    """Accepted node indices, root first."""
+    tokens: np.ndarray
+    """int32 [N + 1, ROW_TOKENS], the likeliest first; contiguous."""
+    probabilities: np.ndarray
+    """float32 [N + 1, ROW_TOKENS], at temperature 1, whatever the request samples with."""
+
+
+class VerifiedStep(NamedTuple):
+    """The result of a request's last verification."""
+
+    tree: TokenTree
+    """The tree as scheduled: the proposed one or a prefix of it."""
+    accepted: tuple[int, ...]
+    """Accepted node indices, root first."""
+    node_argmax: np.ndarray | None
+    """int32 [N + 1], the target's argmax after the last committed token and after each node; only
+    for drafters with `needs_node_argmax`."""
+
+
+@dataclass(slots=True)
+class DraftRequest:
+    """One request of a batch that wants a tree.
+
+    Attributes:
+        request_id: The engine's id of the request.
+        token_ids: int32 [num_tokens], prompt and output; a view, valid during the call only.
+        num_prompt_tokens: Leading tokens of `token_ids` that are the prompt.
+        max_nodes: Node limit of the tree, at least 1.
+        max_depth: Depth limit of the tree (the room left to the model's length limit), at least 1.
+        chain_only: The tree must be a chain (structured outputs).
+        hidden_state: torch tensor [hidden_size] of the last accepted position, only for drafters
+            with `needs_hidden_states`.
+        last_step: The last verification of this request, None before the first. Parts of a union
+            see that of the union's tree.
+        rows: Of the step that gave the newest token, where they are known; only for drafters with
+            `needs_rows`.
+        cache_salt: Only requests with the same salt may profit from one another's text.
+        sample_of: The same for all samples of one prompt; None for a request that is no sample.
+        prediction: int32, the answer as the client predicts it, which is drafted next to the
+            drafter's tree; None without one.
+        is_sampled: Whether it has a temperature.
+        min_probability: Nodes whose path is less likely are not verified; a drafter that knows
+            probabilities may leave them out to save time.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    num_prompt_tokens: int
+    max_nodes: int
+    max_depth: int
+    chain_only: bool = False
+    hidden_state: Tensor | None = None
+    last_step: VerifiedStep | None = None
+    rows: LogitsRows | None = None
+    cache_salt: str | None = None
+    min_probability: float = 0.0
+    sample_of: str | None = None
+    prediction: np.ndarray | None = None
+    is_sampled: bool = False
+
+
+class Drafter(ABC):
+    """Fills token trees; one object serves all requests of one rank."""
+
+    name: ClassVar[str]
+    """The method's name in the configuration."""
+    Options: ClassVar[type[BaseModel]]
+    """The method's options, set next to `method` in the speculative configuration."""
+    needs_hidden_states: ClassVar[bool] = False
+    needs_node_argmax: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = False
+    reuses_arrays: ClassVar[bool] = True
+    """Whether it may change the arrays of trees that it has returned; they are copied then."""
+    has_window: ClassVar[bool] = False
+    """Whether its trees may hold nodes that are never accepted; it cannot be a part of a union."""
+
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        self.options: Any = options
+        self.context = context
+
+    @classmethod  # noqa: B027 - optional, not abstract
+    def check_files(cls, options: Any, vocab_size: int, draft_model: str | None) -> None:
+        """Check the files that the options name, in the front end, before the engine starts.
+
+        Reads no more than headers: the drafter itself checks the content where it runs.
+
+        Args:
+            options: Of type `Options`.
+            vocab_size: Of the target model.
+            draft_model: As in `DrafterContext`.
+
+        Raises:
+            RefusedError: Naming the file, what is wrong with it and what to do.
+        """
+
+    @classmethod
+    def has_store(cls, options: Any) -> bool:
+        """Return whether a drafter with these options keeps texts of ended requests, as the options
+        `store` and `store_path` need."""
+        return cls.save is not Drafter.save or cls.share is not Drafter.share
+
+    def load_model(self, target_model: nn.Module) -> None:  # noqa: B027 - optional, not abstract
+        """Load the drafter's own weights, if it has any, once `target_model` is loaded."""
+
+    def read_prompts(self, requests: Sequence[DraftRequest]) -> None:  # noqa: B027 - optional
+        """Take in the prompts of new requests, while the device computes their first tokens.
+
+        Saves time of the first call of `propose` with them.
+        """
+
+    @abstractmethod
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """Draft a tree for each request, in the same order; `TokenTree.empty()` for no guess.
+
+        Every tensor-parallel rank calls this method with the same requests; rank 0's trees are
+        verified on all of them. The trees obey `max_nodes`, `max_depth` and `chain_only`,
+        depth-first with the likeliest child first. The call may
+        update the drafter's state of each request and does not modify the requests. A request whose
+        tokens do not extend those of its last call (it was preempted) starts again.
+        """
+
+    def propose_after(
+        self, requests: Sequence[DraftRequest], added: Sequence[Sequence[int]]
+    ) -> list[TokenTree]:
+        """Draft a tree after each request's text with tokens added that may never be accepted.
+
+        Called after `propose` with the same requests, any number of times for each; changes no
+        state of a request. A drafter without drafts for such texts returns empty trees.
+        """
+        return [TokenTree.empty()] * len(requests)
+
+    def released(  # noqa: B027 - optional, not abstract
+        self, request: DraftRequest, output: np.ndarray
+    ) -> None:
+        """Forget a request that has ended; it may be one that was never drafted for.
+
+        Args:
+            request: With its whole text, and room for no node.
+            output: int32, the whole output up to the token that ended it, a view that is valid
+                during the call only. Empty if the request ended while the drafter was suspended.
+        """
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """Names of the drafters that this one merges; none if it merges none."""
+        return ()
+
+    def parts_of(self, request_id: str, tree: TokenTree) -> list[int]:
+        """Return which parts proposed each node of a request's last tree, for a trace.
+
+        Args:
+            request_id: Of a request that was drafted for.
+            tree: The tree that `propose` returned, or that tree without some nodes.
+
+        Returns:
+            A bit mask for each node, bit i for part i; nothing if there are no parts.
+        """
+        return []
+
+    def save(self) -> Sequence[StoredText]:
+        """Return the outputs that are worth keeping for other engines, least recently used first.
+
+        Called between two steps. The arrays must not change afterwards.
+        """
+        return ()
+
+    def restore(self, texts: Sequence[StoredText]) -> None:  # noqa: B027 - optional, not abstract
+        """Take up outputs that other engines saved, least recently used first.
+
+        Called before the first call of `propose` with what earlier engines saved, and between two
+        steps with what replicas publish.
+        """
+
+    def share(self, replicas: Replicas) -> None:  # noqa: B027 - optional
+        """Publish the outputs of ended requests from now on, and listen to the salts of requests.
+
+        What comes in reaches the drafter by `restore`.
+        """
+
+    def reset(self) -> None:  # noqa: B027 - optional
+        """Forget the outputs of ended requests; called between two steps."""
+
+    def set_prompt_key(self, key: bytes) -> None:  # noqa: B027 - optional
+        """Take the key of the fingerprints in texts of other engines, before any request or text.
+
+        Engines without files draw one of their own.
+        """

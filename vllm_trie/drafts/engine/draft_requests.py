@@ -1,0 +1,179 @@
+"""A batch's requests as drafters see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.hooks.wire import CACHE_SALT, PREDICTION, may_draft
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+
+class RequestData(Protocol):
+    """What both model runners keep of a request as the scheduler sent it."""
+
+    sampling_params: SamplingParams | None
+    prompt_token_ids: list[int] | None
+    lora_request: LoRARequest | None
+
+
+def draft_requests(
+    batch: InputBatch,
+    states: Mapping[str, CachedRequestState],
+    new_tokens: Sequence[Sequence[int]],
+    max_model_len: int,
+    max_nodes: int,
+    chain_only: bool,
+) -> dict[int, DraftRequest]:
+    """Return the requests of Model Runner V1 that get a draft, by batch index.
+
+    Args:
+        batch: With the new tokens.
+        states: Of each request, by its id.
+        new_tokens: Of each request of the batch; none while its prefill goes on. The newest is
+            committed, its KV is not computed yet.
+        max_model_len, max_nodes, chain_only: See :func:`draft_request`.
+    """
+    requests = {}
+    texts = batch.token_ids_cpu.view()
+    # A drafter that writes to its view fails instead of changing the request.
+    texts.flags.writeable = False
+    num_tokens = batch.num_tokens_no_spec[: len(new_tokens)].tolist()
+    num_prompt_tokens = batch.num_prompt_tokens[: len(new_tokens)].tolist()
+    for index, tokens in enumerate(new_tokens):
+        if not tokens:
+            continue
+        request_id = batch.req_ids[index]
+        state = states[request_id]
+        request = draft_request(
+            request_id,
+            state,
+            texts[index, : num_tokens[index]],
+            num_prompt_tokens[index],
+            len(state.output_token_ids),
+            max_model_len,
+            max_nodes,
+            chain_only,
+        )
+        if request is not None:
+            requests[index] = request
+    return requests
+
+
+def draft_request(
+    request_id: str,
+    data: RequestData,
+    token_ids: np.ndarray,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    max_model_len: int,
+    max_nodes: int,
+    chain_only: bool,
+) -> DraftRequest | None:
+    """Return a request that has just got new tokens as drafters see it, None if it gets no draft.
+
+    Args:
+        request_id: The engine's.
+        data: Of the request.
+        token_ids: int32 [num_tokens], prompt and output; a read-only view.
+        num_prompt_tokens, num_output_tokens: Of the request.
+        max_model_len: Length limit. Nodes take slots up to it, except for the slot of the next
+            step's bonus token.
+        max_nodes: The scheduler's limit on a draft.
+        chain_only: Whether all drafts are chains; those of structured outputs always are.
+    """
+    params = data.sampling_params
+    if params is None or not may_draft(data):
+        return None
+    if ends_with(params, int(token_ids[-1]), num_output_tokens):
+        return None
+    room = max_depth = max_model_len - len(token_ids) - 1
+    if params.max_tokens is not None:
+        max_depth = min(room, params.max_tokens - num_output_tokens - 1)
+    if min(max_nodes, max_depth) <= 0:
+        return None
+    return DraftRequest(
+        request_id=request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        max_nodes=min(max_nodes, room),
+        max_depth=max_depth,
+        chain_only=chain_only or params.structured_outputs is not None,
+        cache_salt=_cache_salt(data, params.extra_args or {}),
+        sample_of=_sample_of(request_id),
+        prediction=_prediction(params.extra_args or {}),
+        is_sampled=params.temperature > 0.0,
+    )
+
+
+def ended_request(
+    request_id: str, data: RequestData, token_ids: np.ndarray, num_prompt_tokens: int
+) -> DraftRequest | None:
+    """Return a request that has ended as drafters see it, None if it never gets drafts.
+
+    Args:
+        request_id: The engine's.
+        data: Of the request.
+        token_ids: int32 [num_tokens], prompt and output; what a step computed behind the token that
+            ended the request is left out.
+        num_prompt_tokens: Of the request.
+    """
+    params = data.sampling_params
+    if params is None or not may_draft(data):
+        return None
+    least = num_prompt_tokens + max(params.min_tokens - 1, 0)
+    stops = [params.eos_token_id, *(params.stop_token_ids or ())]
+    ends = np.flatnonzero(np.isin(token_ids[least:], [stop for stop in stops if stop is not None]))
+    return DraftRequest(
+        request_id=request_id,
+        token_ids=token_ids[: least + ends[0] + 1] if len(ends) else token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        max_nodes=0,
+        max_depth=0,
+        cache_salt=_cache_salt(data, params.extra_args or {}),
+        sample_of=_sample_of(request_id),
+        is_sampled=params.temperature > 0.0,
+    )
+
+
+def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> bool:
+    """Return whether the scheduler ends a request after a token.
+
+    Args:
+        params: Of the request. Its `all_stop_token_ids` name EOS even where `ignore_eos` is set.
+        token: The newest of `num_output_tokens` tokens.
+    """
+    stops = token == params.eos_token_id or token in (params.stop_token_ids or ())
+    return stops and num_output_tokens >= params.min_tokens
+
+
+def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:
+    """Return the salt that requests must share to profit from one another's text.
+
+    As in vLLM's prefix cache, requests of different adapters share no text: it would say little
+    about the other's output, and a request's speed would reveal the other's text.
+    """
+    salt = extra_args.get(CACHE_SALT)
+    adapter = data.lora_request
+    if adapter is not None:  # the length says where its name ends
+        return f"\0{len(adapter.lora_name)}:{adapter.lora_name}{salt or ''}"
+    return f"\0:{salt}" if salt and salt[0] == "\0" else salt
+
+
+def _prediction(extra_args: Mapping[str, Any]) -> np.ndarray | None:
+    """Return a request's prediction as the front end has packed it."""
+    packed = extra_args.get(PREDICTION)
+    return np.frombuffer(packed, dtype=np.int32) if packed else None
+
+
+def _sample_of(request_id: str) -> str | None:
+    """Return what the ids of the samples that ``n`` asks for share, None for any other request."""
+    index, _, parent_id = request_id.partition("_")  # see vLLM's ParentRequest
+    return parent_id if index.isdecimal() and parent_id else None

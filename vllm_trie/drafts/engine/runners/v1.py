@@ -1,0 +1,343 @@
+"""Model Runner V1: a step of tree speculation, and the overrides of vLLM's runner that carry it.
+
+It runs on CPUs alone. The mixins come before the runner's class in the subclasses of
+:mod:`~vllm_trie.drafts.engine.workers.cpu_worker`: :class:`ChainRunnerMixin` where vLLM verifies
+the drafts, :class:`TreeRunnerMixin` where the plugin does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_trie.attention import prefers_chains
+from vllm_trie.attention.device_copy import to_device
+from vllm_trie.drafts.engine.attention.tree_attention import hand_on
+from vllm_trie.drafts.engine.draft_requests import draft_requests, ended_request
+from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
+from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
+from vllm_trie.drafts.engine.verification.placement import QueryTokens, logits_tokens
+from vllm_trie.drafts.engine.verification.sampling import sample_levels
+from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols, around
+from vllm_trie.hooks.start import config
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE
+from vllm_trie.searches.engine.worker.beams_v1 import num_requests, sample_and_select
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
+
+    from vllm_trie.drafts import DraftRequest
+else:
+    _Runner = object
+
+
+class V1Speculation(Adapter):
+    """The proposer of the plugin's methods, and the step of a worker."""
+
+    runner: _Runner
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(make_verifier(vllm_config), config.verification(vllm_config) == "chain")
+
+    def step(self) -> Step:
+        """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
+        here with what it has made: the overrides below call :meth:`go_on`."""
+        trees, runner = self.trees, self.runner
+        started = time.perf_counter()
+
+        # Receive the batch, whose inputs are laid out as if all drafts were chains.
+        scheduled: SchedulerOutput = yield "inputs", None
+        drafts = scheduled.scheduled_spec_decode_tokens
+        request_ids = runner.input_batch.req_ids[: num_requests(runner)]
+        num_tokens = scheduled.total_num_scheduled_tokens
+        step = trees.begin_step(request_ids, drafts, num_tokens, started)
+        if trees.recorder is not None:
+            trees.recorder.begin(scheduled.scheduled_new_reqs)
+
+        # Place: positions of nodes follow their depth. In the forward pass, attention reads
+        # `step.tree_batch`.
+        if drafts and not self.chain_only:
+            trees.place(step, *self._query_tokens())
+
+        # Verify: walk down the trees, and move the accepted nodes' KV.
+        sampled = None
+        logits: torch.Tensor | None = yield "logits", None
+        if self.chain_only:
+            trees.read_logits(step, logits)
+        elif logits is not None:
+            batch = runner.input_batch
+            outputs = cast(list[list[int]], batch.req_output_token_ids)
+            sampled = trees.verify(step, logits, runner.sampler, batch.sampling_metadata, outputs)
+            if step.tree_batch is not None:
+                trees.compact(step, self.cache_groups, self._slot_mappings())
+        new_tokens, hidden_states = yield "tokens", sampled
+        if self.chain_only:
+            trees.accept(step, step.paths_of(new_tokens))
+        trees.end_step(step, new_tokens)
+
+        # Draft, after vLLM has sent the tokens off, so that no answer waits for it.
+        if not step.is_pausing:
+            yield "drafts", None
+            start = time.perf_counter()
+            requests = self._draft_requests(scheduled, new_tokens)
+            yield "end", trees.draft(step, requests, hidden_states, start)
+
+    def _query_tokens(self) -> tuple[QueryTokens, bool]:
+        runner, batch = self.runner, self.runner.input_batch
+        tokens = QueryTokens(
+            runner.query_start_loc.np[: batch.num_reqs + 1],
+            batch.num_computed_tokens_cpu,
+            runner.positions,
+            runner.input_ids.gpu,
+        )
+        dtype: Any = runner.dtype
+        return tokens, prefers_chains(runner.device, dtype, runner.kv_cache_dtype)
+
+    def _slot_mappings(self) -> list[torch.Tensor]:
+        tables = self.runner.input_batch.block_table
+        return [tables[group.group_id].slot_mapping.gpu for group in self.cache_groups]
+
+    def _draft_requests(
+        self, scheduled: SchedulerOutput, new_tokens: list[list[int]]
+    ) -> dict[int, DraftRequest]:
+        runner = self.runner
+        return draft_requests(
+            runner.input_batch,
+            runner.requests,
+            new_tokens,
+            runner.max_model_len,
+            scheduled.num_spec_tokens_to_schedule,
+            self.chain_only,
+        )
+
+    @property
+    def running(self) -> Collection[str]:
+        return self.runner.requests.keys()
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.release_one(request_id, self.runner.requests.get(request_id))
+
+    def release_one(self, request_id: str, state: CachedRequestState | None) -> None:
+        """Forget a request that has ended, by its last state."""
+        ended = None
+        if state is not None and state.prompt_token_ids is not None:
+            text = np.array([*state.prompt_token_ids, *state.output_token_ids], dtype=np.int32)
+            ended = ended_request(request_id, state, text, state.num_prompt_tokens)
+        self.trees.release(request_id, ended)
+
+    # -- what vLLM asks of a proposer --------------------------------------------------------------
+
+    def propose(self, *unused: object, **unused_too: object) -> None:
+        """Refuse a model runner that expects chains of drafts from a proposer.
+
+        Raises:
+            RuntimeError: always. Only a runner without the plugin's overrides calls this.
+        """
+        raise RuntimeError(
+            "vllm-trie's drafters need the plugin's worker class, and this engine runs another "
+            "one; leave worker_cls at 'auto'"
+        )
+
+    def run_forward(self, num_tokens: int) -> None:
+        runner = self.runner
+        model: Any = runner.model
+        hidden_states, _ = runner._dummy_run(num_tokens)
+        model.compute_logits(hidden_states[:num_tokens])
+
+
+_runner = Symbols("v1.worker.gpu_model_runner:GPUModelRunner.", TREE_DRAFTS)
+
+
+class ChainRunnerMixin(_Runner):
+    """Overrides of ``GPUModelRunner`` that carry a step; everything else stays vLLM's."""
+
+    adapter: V1Speculation
+    """The proposer, which vLLM makes itself."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        drafter: Any = self.drafter
+        self.adapter = drafter
+        self.adapter.runner = self
+        vars(self.rejection_sampler)["forward"] = self._verify_chains
+
+    def _verify_chains(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Verify a step's chains by vLLM's rejection sampler, or by walking down them.
+
+        Where a request asks for the logprobs of a list of tokens, vLLM's raises or has none.
+        """
+        if not sampling_metadata.logprob_token_ids:
+            return RejectionSampler.forward(
+                self.rejection_sampler, metadata, draft_probs, logits, sampling_metadata
+            )
+        step = self.adapter.trees.step
+        outputs = cast(list[list[int]], self.input_batch.req_output_token_ids)
+        return sample_levels(
+            self.sampler, logits, step.first_rows, step.trees, sampling_metadata, outputs
+        ).padded(logits.device)
+
+    @contextmanager
+    def without_speculation(self, hidden: bool = True) -> Iterator[None]:
+        """Let a method of vLLM's take the path of an engine without speculation, if `hidden`.
+
+        ``speculative_config`` is vLLM's only switch, and it is the engine's, not the step's. With
+        it, ``_prepare_inputs`` describes drafts that are not there, and ``sample_tokens`` sends the
+        scheduler empty drafts of each request, or drafts of zeros if ``_input_fits_in_drafter``
+        says no. On a small model this is a noticeable part of a step.
+        """
+        speculative_config = self.speculative_config
+        if hidden:
+            self.speculative_config = None
+        try:
+            yield
+        finally:
+            self.speculative_config = speculative_config
+
+    @contextmanager
+    def _without_discarded_generators(self) -> Iterator[None]:
+        """Hide the generators of seeded requests whose prefill goes on.
+
+        Their tokens are discarded. vLLM winds the generators back afterwards, which those of CPUs
+        cannot do.
+        """
+        generators = self.input_batch.generators
+        discarded = [i for i in generators if self.discard_request_mask.np[i]]
+        hidden = {i: generators.pop(i) for i in discarded}
+        try:
+            yield
+        finally:
+            generators.update(hidden)
+
+    @_runner.overrides("begins a step, with its clock")
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.adapter.begin_step(self.adapter.step())
+        return super().execute_model(*args, **kwargs)
+
+    @_runner.overrides(
+        "the step receives and places its drafts; one without drafts is prepared as if "
+        "speculative_config were None"
+    )
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> Any:
+        with self.without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
+            prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self.adapter.go_on("inputs", scheduler_output)
+        return prepared
+
+    @_runner.overrides(
+        "reads the logits for the drafter; or walks down the trees losslessly and puts the KV of "
+        "accepted nodes in place"
+    )
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> Any:
+        self.adapter.go_on("logits", logits)
+        return super()._sample(logits, spec_decode_metadata)
+
+    @_runner.overrides(
+        "ends a step in which no drafts are wanted, which runs as if speculative_config were None; "
+        "attaches the worker's statistics; samples partial prefills without their generators",
+        until=STATS,
+    )
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
+        is_hidden = self.adapter.trees.step.is_pausing and self.execute_model_state is not None
+        with self.without_speculation(is_hidden), self._without_discarded_generators():
+            output: Any = super().sample_tokens(grammar_output)
+        if is_hidden:
+            # `execute_model` saw the configuration and left this to the end of the drafting.
+            self.finalize_kv_connector()
+            if new_tokens := getattr(output, "sampled_token_ids", None):
+                self.adapter.go_on("tokens", (new_tokens, None))
+        if (stats := self.adapter.trees.take_stats()) is not None:
+            setattr(output, STATS_ATTRIBUTE, stats)
+        return output
+
+    @_runner.overrides(
+        "ends a step: drafters get request ids, hidden states of the accepted node and budgets",
+        until="proposers get request ids and hidden states",
+    )
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: Any,
+        sampling_metadata: SamplingMetadata,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        *unused: object,
+        **unused_too: object,
+    ) -> list[list[int]]:
+        self.adapter.go_on("tokens", (sampled_token_ids, sample_hidden_states))
+        return [[] for _ in sampled_token_ids]
+
+    @_runner.overrides("drafts, after vLLM has sent the step's tokens off")
+    @torch.inference_mode()
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if self.adapter.waits_for == "drafts":
+            self._draft_token_ids = self.adapter.go_on("drafts")
+        return super().take_draft_token_ids()
+
+    @_runner.overrides("keeps length limits per request, not for the whole batch")
+    def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
+        # One request near the length limit would cost all others their drafts.
+        return True
+
+    @_runner.overrides("forgets the trees of ended requests")
+    def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
+        super()._on_request_state_removed(req_id, req_state)
+        self.adapter.release_one(req_id, req_state)
+
+
+class TreeRunnerMixin(ChainRunnerMixin):
+    """Further overrides, which verify trees."""
+
+    @_runner.overrides(
+        "computes the rows with logits alone, not what vLLM's rejection sampler reads"
+    )
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        tokens = logits_tokens(num_draft_tokens, cu_num_scheduled_tokens)
+        logits_indices = to_device(tokens, self.device)
+        unused = logits_indices[:0]
+        return SpecDecodeMetadata(
+            draft_token_ids=unused,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=unused,
+            cu_num_sampled_tokens=unused,
+            target_logits_indices=unused,
+            bonus_logits_indices=unused,
+            logits_indices=logits_indices,
+        )
+
+    @_runner.overrides("hands the trees to the attention backend", until=TREE_MASKS)
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        built: Any = super()._build_attention_metadata(*args, **kwargs)
+        hand_on(self.adapter.trees.step.tree_batch, built[0])
+        return built
+
+    @around(sample_and_select)
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> Any:
+        return self.adapter.go_on("logits", logits)

@@ -1,0 +1,592 @@
+"""A step of tree speculation on Model Runner V2: of chains, which vLLM verifies.
+
+:mod:`.v2_trees` adds trees. vLLM schedules the same number N of draft tokens for every request, as
+placeholders, before it knows them; this keeps asynchronous scheduling. The worker drafts where it
+launches the next step, so that a step's output leaves before anything waits for it::
+
+    device   [ step k ]                    [ step k + 1 ]
+    worker   launches k     waits, drafts, launches k + 1
+    engine                                               output of k, schedules k + 2
+
+Or it launches the step ahead of its drafts, for which the device waits (:mod:`.v2_delivery`)::
+
+    device   [ step k ]               [ step k + 1 ]
+    worker   launches k + 1, waits, drafts
+    engine                                  output of k, schedules k + 2
+
+Steps after which nobody drafts, as the node budget pauses or the batch is too large, are not waited
+for: their tokens are taken in once they have arrived, and before the next wait at the latest::
+
+    device   [ step k ][ step k + 1 ]
+    worker   launches k + 1, takes in k - 1
+    engine             output of k, schedules k + 2
+
+A step then verifies what was drafted, or as many places as were planned ahead
+(:mod:`.v2_lengths`). Where it must verify more than was drafted, a draft is filled up with tokens
+that verification rejects unseen::
+
+    row of a request   [ drafted tokens ][ 0 ... 0 ]     N tokens
+    num_drafted          number of the former
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.budget import DraftForecast, planned_lengths
+from vllm_trie.drafts.engine.runners import v2_lengths
+from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
+from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, packed
+from vllm_trie.drafts.engine.runners.v2_requests import RequestText
+from vllm_trie.drafts.engine.start.calibration import expect_measured
+from vllm_trie.drafts.engine.verification.compaction import compact_on_device
+from vllm_trie.drafts.engine.verification.sampling import likeliest_on_device
+from vllm_trie.drafts.engine.verifier import TreeStep, TreeVerifier
+from vllm_trie.extras.union.neural.neural_v2 import V2Chains
+from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats, WaitCause
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from vllm_trie.extras.union import TrieUnionDrafter
+
+_MOST_AHEAD = 2
+"""Steps that asynchronous scheduling launches before it reads an output."""
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose tokens the host has not taken in.
+
+    Attributes:
+        step: Its trees.
+        batch: As vLLM prepared it.
+        texts: Of its requests.
+        tokens, counts: [requests, N + 1] and [requests], the new tokens, once they have arrived.
+        arrived: Tells when.
+        likeliest, argmax: Of the rows of logits, where the drafter reads them.
+        hidden_states: [tokens of the step, hidden_size].
+        max_nodes: The scheduler's limit on the drafts after it.
+    """
+
+    step: TreeStep
+    batch: InputBatch
+    texts: Sequence[RequestText]
+    tokens: np.ndarray
+    counts: np.ndarray
+    arrived: torch.cuda.Event
+    likeliest: Arrays | None
+    argmax: np.ndarray | None
+    hidden_states: torch.Tensor | None
+    max_nodes: int
+
+
+class V2Adapter(Adapter):
+    """The step of a worker, whose drafts are rows of draft tokens.
+
+    Args:
+        trees, chain_only: See :class:`Adapter`.
+        req_states: The runner's.
+        device: Of the model.
+        launches_ahead: Whether to launch steps ahead of their drafts, where that is possible.
+    """
+
+    runner: GPUModelRunner
+    sampler_class: Callable[..., RejectionSampler] | None = None
+    """Takes the place of vLLM's rejection sampler; None for one that knows of fillers."""
+
+    def __init__(
+        self,
+        trees: TreeVerifier,
+        chain_only: bool,
+        req_states: RequestState,
+        device: torch.device,
+        launches_ahead: bool = False,
+    ) -> None:
+        super().__init__(trees, chain_only)
+        self._delivery = Delivery(req_states.draft_tokens, launches_ahead)
+        if self._delivery.launches_ahead:
+            trees.forecast = DraftForecast(req_states.num_speculative_steps)
+        self._req_states = req_states
+        self._device = device
+        self._requests: dict[str, RequestText] = {}
+        self._unread: set[str] = set()  # requests whose prompt the drafter has not seen
+        self._graph_lengths: Collection[int] = ()
+        self._state: Literal["warm-up", "drafting", "off"] = "warm-up"
+        self._last: LaunchedStep | None = None  # drafted after, or nobody waits for it
+        self._unwaited: deque[LaunchedStep] = deque()  # steps before it, oldest first
+        self._fillers: Mapping[str, int] = {}  # places of the step without a drafted token
+        self._num_ahead = 0  # launches since the last wait
+        self._launched_at = 0.0
+        self._stats: TreeStats | None = None  # not sent yet
+        if trees.budget is not None:
+            trees.budget.drafting_waits = True
+        self._chains: V2Chains | None = None
+
+    def step(self, scheduled: SchedulerOutput) -> Step:
+        """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
+        here with what it has made: the overrides of :mod:`.v2` call :meth:`go_on`."""
+        trees = self.trees
+        if not self.is_drafting:  # vLLM's warm-up, or an engine that is switched off
+            cut = self._cut(scheduled)
+            self._fillers = cut.scheduled
+            grammar = yield "masks", cut.output
+            yield "end", cut.masks(grammar)
+            return
+
+        # Draft for this step, unless it is launched ahead of its drafts.
+        lengths = self._plan(scheduled)
+        if lengths is None:
+            self.draft()
+            self._leave_last(scheduled)
+        cut = self._cut(scheduled, lengths)
+        started = time.perf_counter()
+        yield "requests", cut.output
+        verified = {name: length for name, length in cut.verified.items() if length}
+        drafts = self._send(verified) if lengths is None else self._await(verified)
+
+        # Receive the batch, with as many places for each draft as it verifies.
+        batch: InputBatch = yield "inputs", None
+        texts = [self._requests[request_id] for request_id in batch.req_ids]
+        num_tokens = cut.output.total_num_scheduled_tokens
+        known = drafts if lengths is None else None
+        num_fillers = sum(verified.values()) - sum(map(len, (known or {}).values()))
+        step = trees.begin_step(batch.req_ids, known, num_tokens, started, num_fillers)
+        # By what all ranks know: in pauses they take in tokens at different times.
+        never_drafts = not any(text.may_draft for text in texts)
+        step.is_pausing |= never_drafts
+
+        # Place: positions of nodes follow their depth, once the KV slots follow from flat ones.
+        slot_mappings = yield "positions", None
+        draft_rows = self.place(step, batch)
+
+        # Verify, on the device. The host gets its copies of what was there before the tokens, too.
+        grammar = yield "masks", None
+        likeliest, argmax = self._copies_of(step, (yield "logits", cut.masks(grammar)))
+        path = yield "path", draft_rows
+        tokens, counts = yield "tokens", None
+        arrived = torch.cuda.Event(blocking=True)
+        tokens, counts = async_copy_to_np(tokens), async_copy_to_np(counts)
+        arrived.record()
+        hidden_states, max_nodes = yield "states", None
+        if path is not None and step.tree_batch is not None:  # behind the copy of the output
+            compact_on_device(self.cache_groups, list(slot_mappings), *path)
+        self._read_prompts(texts, max_nodes)
+
+        # Draft for this step at last, while the step before has ended and this one waits.
+        if lengths is not None:
+            if drafts is None:
+                drafts = self._deliver(verified)
+            trees.take_drafts(step, drafts)
+            step.is_pausing |= never_drafts
+            step.started = time.perf_counter()
+        assert drafts is not None
+        self._fillers = {
+            name: places - len(drafts.get(name, ())) for name, places in cut.scheduled.items()
+        }
+        if not trees.guard.drafter.needs_hidden_states:
+            hidden_states = None
+        results = tokens, counts, arrived, likeliest, argmax, hidden_states
+        self._last = LaunchedStep(step, batch, texts, *results, max_nodes)
+        yield "end", None
+
+    # -- start-up ----------------------------------------------------------------------------------
+
+    def take_neural_drafter(self, speculator: DraftModelSpeculator) -> None:
+        """Hand vLLM's speculator to the union that it is a part of."""
+        union = cast("TrieUnionDrafter", self.trees.guard.drafter)
+        assert union.neural is not None
+        length = min(union.neural.options.num_speculative_tokens, union.context.num_nodes)
+        self._chains = union.neural.source = V2Chains(speculator, length, self.propose)
+
+    def attach_cache(self) -> None:
+        """Learn that the runner's KV cache is there."""
+        if self._chains is not None:
+            self._chains.shorten()
+
+    @property
+    def num_places(self) -> int:
+        """N, draft tokens that vLLM schedules for each request."""
+        return self._req_states.num_speculative_steps
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the plugin takes part in steps: not in vLLM's warm-up, nor switched off."""
+        return self._state == "drafting"
+
+    def warm_up(self) -> None:
+        """Let the node budget expect the duration of steps, which the warm-up has compiled."""
+        runner = self.runner
+        manager = runner.adaptive_verification
+        # vLLM would trim drafts by what it knew two steps ago.
+        runner.adaptive_verification = None
+        tables = None if manager is None else manager.cost_tables
+        if manager is None:
+            self._graph_lengths = v2_lengths.captured_lengths(runner.cudagraph_manager)
+        if tables is not None:
+            expect_measured(self.trees.budget, tables[1] / 1000)
+        else:
+            super().warm_up()
+
+    def run_forward(self, num_tokens: int) -> None:
+        self.runner._dummy_run(num_tokens)
+        torch.accelerator.synchronize()
+
+    def begin(self) -> None:
+        """Draft from now on: requests before this call are not worth learning from."""
+        self._state = "drafting"
+
+    def switch_off(self, why: str) -> None:
+        """Serve without drafts, without waits, and as soon as an output leaves, with a count."""
+        self._state, self.waits_for = "off", "end"
+        self._graph_lengths = ()
+        self._last = None
+        self._unwaited.clear()
+        self._requests.clear()
+        self.trees.guard.refuse(why)
+        self._stats = TreeStats(draft_failures=self.trees.guard.take_new_failures())
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def add_requests(self, new_requests: Sequence[NewRequestData]) -> None:
+        """Take in requests that start, or start again after a preemption."""
+        if not self.is_drafting:
+            return
+        for data in new_requests:
+            self._requests[data.req_id] = RequestText.of(data, self._req_states.max_model_len)
+            self._unread.add(data.req_id)
+        if self.trees.recorder is not None:
+            self.trees.recorder.begin(new_requests)
+
+    @property
+    def running(self) -> Collection[str]:
+        return self._requests.keys()
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        if not self.is_drafting:
+            return
+        for request_id in request_ids:
+            text = self._requests.pop(request_id, None)
+            self._unread.discard(request_id)
+            self.trees.release(request_id, None if text is None else text.ended_request())
+
+    # -- what the runner asks for ------------------------------------------------------------------
+
+    @property
+    def num_drafted(self) -> torch.Tensor:
+        """int64 [max_num_seqs] on the device, drafted tokens of the requests whose drafts the step
+        verifies, by the runner's request index."""
+        return self._delivery.num_drafted
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether steps are launched ahead of their drafts, which need nothing of the device."""
+        return (
+            self._delivery.launches_ahead
+            and not self.trees.guard.drafter.needs_hidden_states
+            and self.is_drafting
+        )
+
+    def launch(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Begin a step; return it cut to what it verifies."""
+        cut: SchedulerOutput = self.begin_step(self.step(output))
+        return cut
+
+    def draft(self, lengths: Mapping[str, int] | None = None) -> bool:
+        """Wait for the step that was launched last and draft after it, unless nobody waits for it.
+
+        Args:
+            lengths: Places of the drafts in a step that is launched already, by request id.
+
+        Returns:
+            Whether it has waited.
+        """
+        last, wait = self._last, self._wait_cause()
+        if last is None or wait is None:
+            return False
+        is_behind = self._num_ahead > 0
+        self._wait_for(last, wait)
+        # Of a step that began behind others, as after a pause, the duration is unknown.
+        new_tokens = self._take_in(last, is_timed=not is_behind)
+        paths: list[list[int]] = [[] for _ in last.texts]
+        if wait != "verification":
+            start = time.perf_counter()
+            hidden_states = last.hidden_states
+            if hidden_states is not None:
+                rows = async_tensor_h2d(_drafted_rows(last.step, last.batch), device=self._device)
+                hidden_states = hidden_states[last.batch.logits_indices[rows]]
+            requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
+            self._expect_no_drafts(last.texts, requests)
+            paths = self.trees.draft(last.step, requests, hidden_states, start, lengths)
+        for text, drafted in zip(last.texts, paths, strict=True):
+            text.drafted = drafted
+        self._keep_stats()
+        return True
+
+    def fill_in(self, drafts: DraftTokenIds | None) -> None:
+        """Put drafted tokens in the place of placeholders, which the scheduler reads for structured
+        outputs before their step samples."""
+        if drafts is None:
+            return
+        for request_id, row in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            if text := self._requests.get(request_id):
+                row[: len(text.drafted)] = text.drafted[: len(row)]
+
+    def propose(
+        self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
+    ) -> torch.Tensor:
+        """Return the draft tokens of each request, int64 [requests, N]: placeholders, most often.
+
+        The step that verifies the drafts begins with them. With pipeline stages they are drafts.
+
+        Args:
+            batch: Of the step.
+            hidden_states: [tokens of the step, hidden_size].
+            max_nodes: The scheduler's limit on a draft.
+        """
+        self.go_on("states", (hidden_states, max_nodes))
+        if not (self.runner.use_pp and self.draft()):
+            return batch.idx_mapping.new_zeros((batch.num_reqs, self.num_places))
+        drafts = [self._requests[request_id].drafted for request_id in batch.req_ids]
+        return async_tensor_h2d(packed(drafts, self.num_places), device=self._device)[:, 1:]
+
+    def finish(self, output: AsyncOutput) -> None:
+        """Attach the step's fillers and the statistics of the steps before to the output that vLLM
+        sends to the scheduler."""
+        setattr(output.model_runner_output, FILLERS_ATTRIBUTE, self._fillers)
+        stats, self._stats = self._stats, None
+        if stats is not None:
+            setattr(output.model_runner_output, STATS_ATTRIBUTE, stats)
+
+    def forget_stats(self) -> None:
+        """Forget the statistics of requests that no user sent."""
+        self._stats = None
+        self.trees.totals = TreeStats()
+
+    # -- parts of a step ---------------------------------------------------------------------------
+
+    def _plan(self, output: SchedulerOutput) -> dict[str, int] | None:
+        """Return the places of each draft, by request id, in a step that is launched ahead of them;
+        None where drafts come first.
+
+        They do after a pause, whose first draft shows whether to go on; with prefills or searches
+        in the step, as these may wait for the device; with structured outputs, for whose masks the
+        scheduler reads drafts; and where no length is worth its time.
+        """
+        places = output.scheduled_spec_decode_tokens
+        if (
+            not self.launches_ahead
+            or self._wait_cause() != "drafting"
+            or output.has_structured_output_requests
+            or output.total_num_scheduled_tokens != sum(1 + len(some) for some in places.values())
+        ):
+            return None
+        lengths = {name: len(some) for name, some in places.items()}
+        if (budget := self.trees.budget) is not None and (forecast := self.trees.forecast):
+            forecasts = [forecast(name)[:length] for name, length in lengths.items()]
+            lengths = dict(zip(lengths, planned_lengths(forecasts, budget.cost), strict=True))
+        return lengths if any(lengths.values()) else None
+
+    def _cut(
+        self, output: SchedulerOutput, lengths: Mapping[str, int] | None = None
+    ) -> v2_lengths.CutStep:
+        """Return the step cut to what it verifies: to places that were planned, or to drafts."""
+        if lengths is None:
+            running = self._requests.keys() - {new.req_id for new in output.scheduled_new_reqs}
+            lengths = {
+                name: len(self._requests[name].drafted) if name in running else 0
+                for name in output.scheduled_spec_decode_tokens
+            }
+        # Earlier pipeline stages know no lengths, and the warm-up compiles for full drafts.
+        is_full = self.runner.use_pp or self._state == "warm-up"
+        return v2_lengths.cut(output, lengths, None if is_full else self._graph_lengths)
+
+    def _send(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
+        """Write a step's drafts to the device, where it has places for any; return them."""
+        drafts = self._drafts_of(verified)
+        if verified:
+            self._delivery.send(self._slots_of(verified), list(drafts.values()))
+        return {name: draft for name, draft in drafts.items() if draft}
+
+    def _await(self, verified: Mapping[str, int]) -> dict[str, list[int]] | None:
+        """Let the device wait for a step's drafts; return them where there is no device, but a CPU,
+        which computes what is launched at once."""
+        self._delivery.reserve(self._slots_of(verified))
+        drafts = self._deliver(verified) if self._device.type == "cpu" else None
+        self._delivery.launch()
+        return drafts
+
+    def _deliver(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
+        """Draft for a step that the device waits with, and let it go on; return the drafts."""
+        self.draft(verified)
+        drafts = self._drafts_of(verified)
+        self._delivery.deliver(list(drafts.values()))
+        return {name: draft for name, draft in drafts.items() if draft}
+
+    def _drafts_of(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
+        return {name: self._requests[name].drafted[:length] for name, length in verified.items()}
+
+    def _slots_of(self, verified: Mapping[str, int]) -> list[int]:
+        return [self._req_states.req_id_to_index[name] for name in verified]
+
+    def place(self, step: TreeStep, batch: InputBatch) -> Any:
+        """Put the step's trees in place; return what their verification reads.
+
+        Args:
+            step: Changed.
+            batch: Of the step; positions of nodes are changed.
+        """
+
+    def _copies_of(
+        self, step: TreeStep, logits: torch.Tensor | None
+    ) -> tuple[Arrays | None, np.ndarray | None]:
+        """Start copies to the host, for drafters that read them, before anything changes the
+        logits.
+
+        Returns:
+            The likeliest tokens of each row and their probabilities; the argmax of each row of
+            trees.
+        """
+        if logits is None:
+            return None, None
+        likeliest = argmax = None
+        if not self.chain_only and self.trees.guard.drafter.needs_node_argmax:
+            argmax = async_copy_to_np(logits.argmax(dim=-1))
+        if self.trees.reads_rows(step, len(logits)):
+            tokens, probabilities = likeliest_on_device(logits)
+            likeliest = async_copy_to_np(tokens), async_copy_to_np(probabilities)
+        return likeliest, argmax
+
+    def _read_prompts(self, texts: Sequence[RequestText], max_nodes: int) -> None:
+        """Let the drafter read the prompts that the device is computing."""
+        unread = [text for text in texts if text.data.req_id in self._unread]
+        if unread:
+            self._unread.difference_update(text.data.req_id for text in unread)
+            requests = [self._draft_request(text, max_nodes) for text in unread]
+            self.trees.guard.read_prompts([request for request in requests if request is not None])
+
+    def _wait_cause(self) -> WaitCause | None:
+        """Return why the host waits for the tokens of the step that was launched last; None if it
+        does not."""
+        last = self._last
+        if last is None:
+            return None
+        if not last.step.is_pausing and last.max_nodes:
+            return "pause_end" if self._num_ahead else "drafting"
+        return "verification" if last.step.has_drafts else None
+
+    def _leave_last(self, following: SchedulerOutput) -> None:
+        """Go on to the next launch, if nobody has waited for the step that was launched last; take
+        in what has arrived."""
+        now = time.perf_counter()
+        seconds, self._launched_at = now - self._launched_at, now
+        if self._last is not None:
+            self._observe_unwaited(self._last.step, following, seconds)
+            for text in self._last.texts:
+                text.drafted = []
+            self._unwaited.append(self._last)
+            self._last = None
+        while self._unwaited and self._unwaited[0].arrived.query():
+            self._take_in(self._unwaited.popleft(), is_timed=False)
+            self._keep_stats()
+
+    def _observe_unwaited(self, step: TreeStep, following: SchedulerOutput, seconds: float) -> None:
+        """Let the budget observe the time between the launches of a step and of its successor."""
+        self._num_ahead += 1
+        # One launch follows another as fast as steps end, once the engine is as far ahead as it
+        # gets. After a while without work it goes on with other requests.
+        goes_on = not following.num_scheduled_tokens.keys().isdisjoint(step.request_ids)
+        if self.trees.budget is not None and self._num_ahead > _MOST_AHEAD and goes_on:
+            self.trees.budget.observe_unwaited(step.num_decode_tokens, seconds)
+
+    def _take_in(self, launched: LaunchedStep, is_timed: bool) -> list[Sequence[int]]:
+        """Take in the tokens of a step, which have arrived; return those of each request before its
+        end."""
+        step = launched.step
+        rows = zip(launched.texts, launched.tokens.tolist(), launched.counts, strict=True)
+        new_tokens = [
+            # The request may have ended, or started again, since the step was launched.
+            text.extend(row[:count]) if self._requests.get(text.data.req_id) is text else []
+            for text, row, count in rows
+        ]
+        if launched.likeliest is not None or launched.argmax is not None:
+            drafted = _drafted_rows(step, launched.batch)
+            if launched.likeliest is not None:
+                tokens, probabilities = launched.likeliest
+                step.likeliest = tokens[drafted], probabilities[drafted]
+            if launched.argmax is not None:
+                step.argmax = launched.argmax[drafted]
+        self.trees.accept(step, step.paths_of(new_tokens))
+        self.trees.end_step(step, new_tokens, is_timed)
+        return new_tokens
+
+    def _wait_for(self, launched: LaunchedStep, cause: WaitCause) -> None:
+        """Wait for a step's tokens, the one wait for the device; take in the steps before it."""
+        launched.arrived.synchronize()
+        self.trees.count_wait(cause)
+        while self._unwaited:
+            self._take_in(self._unwaited.popleft(), is_timed=False)
+            self._keep_stats()
+        self._num_ahead, self._last = 0, None
+
+    def _keep_stats(self) -> None:
+        stats = self.trees.take_stats()
+        if stats is not None and self._stats is not None:
+            stats.add(self._stats)
+        self._stats = stats or self._stats
+
+    def _draft_requests(
+        self, texts: Sequence[RequestText], new_tokens: Sequence[Sequence[int]], max_nodes: int
+    ) -> dict[int, DraftRequest]:
+        """Return the requests that get a draft, by batch index."""
+        requests = (
+            self._draft_request(text, max_nodes) if tokens and not text.has_ended else None
+            for text, tokens in zip(texts, new_tokens, strict=True)
+        )
+        return {index: request for index, request in enumerate(requests) if request is not None}
+
+    def _expect_no_drafts(
+        self, texts: Sequence[RequestText], requests: Mapping[int, DraftRequest]
+    ) -> None:
+        """Let steps that are launched ahead have no places for requests without drafts."""
+        if self.trees.forecast is not None:
+            for index, text in enumerate(texts):
+                request_id = text.data.req_id
+                if index not in requests and self._requests.get(request_id) is text:
+                    self.trees.forecast.observe(request_id, np.empty(0))
+
+    def _draft_request(self, request: RequestText, max_nodes: int) -> DraftRequest | None:
+        max_model_len = self._req_states.max_model_len
+        return request.draft_request(max_model_len, max_nodes, self._needs_chain)
+
+    def _needs_chain(self, params: SamplingParams) -> bool:
+        """Return whether a request's draft must be a chain, as structured outputs always do."""
+        return True
+
+
+def _drafted_rows(step: TreeStep, batch: InputBatch) -> np.ndarray:
+    """Return int64 [rows], the rows of logits without those of fillers."""
+    num_rows = np.array([tree.num_nodes + 1 for tree in step.trees])
+    fillers_before = batch.cu_num_logits_np[:-1] - (num_rows.cumsum() - num_rows)
+    rows: np.ndarray = np.arange(num_rows.sum()) + np.repeat(fillers_before, num_rows)
+    return rows

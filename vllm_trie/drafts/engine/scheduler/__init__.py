@@ -1,0 +1,1 @@
+"""Drafts in the scheduler: cache salts, statistics, room for prefills."""

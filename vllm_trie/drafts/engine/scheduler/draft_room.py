@@ -1,0 +1,81 @@
+"""Room for drafts in a step whose tokens are limited, next to the prompts that it can compute.
+
+vLLM schedules running requests first, drafts and all, and prompts with the tokens that are left of
+``max_num_batched_tokens``.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from vllm_trie.hooks.start import config
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+
+class DraftRoom:
+    """Cuts drafts so that they split no prefill that the step takes whole without them.
+
+    Args:
+        scheduler: vLLM's. Where the worker has the drafts already, it verifies as many tokens of
+            each as are scheduled.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._has_drafts = config.read(scheduler.vllm_config) is not None
+
+    def cut_drafts(self) -> None:
+        """Cut the drafts of the running requests to equal shares of the step's room for drafts."""
+        running = self._scheduler.running if self._has_drafts else ()
+        drafted = [request for request in running if request.spec_token_ids]
+        if not drafted:
+            return
+        share = self._room() // len(drafted)
+        for request in drafted:
+            if len(request.spec_token_ids) > share:
+                request.spec_token_ids = request.spec_token_ids[:share]
+
+    def _room(self) -> int:
+        """Return the tokens of the step that drafts may have.
+
+        A prefill that does not fit is split with drafts and without them. It leaves them half of
+        its tokens, so that it goes on.
+        """
+        scheduler, manager = self._scheduler, self._scheduler.kv_cache_manager
+        room = scheduler.max_num_scheduled_tokens
+        for request in scheduler.running:
+            need = _tokens_to_compute(request)
+            if need > room:
+                return room // 2
+            room -= need
+        free = manager.block_pool.get_num_free_blocks() * scheduler.block_size
+        waiting = filter(_can_start, chain(scheduler.kv_holding_waiting, scheduler.waiting))
+        places = max(scheduler.max_num_active_reqs - len(scheduler.running), 0)
+        for request in islice(waiting, places):
+            need = _tokens_to_compute(request)
+            if need > min(room, free) and not request.num_computed_tokens:
+                need -= manager.get_computed_blocks(request)[1]
+            if need > free:
+                return room  # it waits for memory, and so do those behind it
+            if need > room:
+                return room // 2
+            room, free = room - need, free - need
+        return room
+
+
+def _tokens_to_compute(request: Request) -> int:
+    """Return the tokens of a request that are not computed yet, without its draft."""
+    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+
+
+def _can_start(request: Request) -> bool:
+    if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        structured = request.structured_output_request
+        return structured is not None and bool(structured.grammar)
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)

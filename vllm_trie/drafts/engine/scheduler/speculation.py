@@ -1,0 +1,251 @@
+"""Tree speculation in vLLM's schedulers: cache salts to the worker, statistics from it, and drafts
+that give way to the first tokens of streams.
+
+vLLM keeps a request's ``cache_salt`` in the scheduler, where the prefix cache needs it. Drafters
+that learn from finished requests must know whose text they may use, so the scheduler adds the salt
+to the sampling parameters' ``extra_args``, which reach the worker.
+
+A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler moves them into the
+``SpecDecodingStats`` that vLLM sends to the front end, whose stat logger counts and logs them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_trie.drafts.engine.scheduler.draft_room import DraftRoom
+from vllm_trie.extras.forced_tokens.forced_tokens import ForcedTokens
+from vllm_trie.hooks.ledger.record import STATS, Result, Symbols
+from vllm_trie.hooks.start import config
+from vllm_trie.hooks.wire import (
+    CACHE_SALT,
+    FILLERS_ATTRIBUTE,
+    PREDICTION,
+    STATS_ATTRIBUTE,
+    TreeStats,
+)
+from vllm_trie.searches.engine.scheduler.beams import BeamProxy
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request, StreamingUpdate
+
+GIVING_SHARE = 0.125
+"""Share of the steps whose drafts may give way."""
+MOST_GIVING = 4.0
+"""Such steps in a row, after a time without any."""
+_BEFORE_SCHEDULE = "_vllm_trie_before_schedule"
+_PREDICTED = "_vllm_trie_predicted"
+"""Attribute of a request with its accepted and rejected prediction tokens."""
+
+
+@dataclass
+class TreeSpecDecodingStats(SpecDecodingStats):
+    """vLLM's speculation statistics of a step, and the plugin's."""
+
+    tree: TreeStats = field(default_factory=TreeStats)
+
+
+_metrics = Symbols("v1.metrics.", STATS)
+_scheduler = Symbols("v1.core.sched.scheduler:Scheduler.", STATS)
+
+
+@_metrics.replaces(
+    "stats:SchedulerStats.__annotations__",
+    "lets the front end decode the plugin's part of spec_decoding_stats",
+)
+def stats_annotations(original: dict[str, object]) -> dict[str, Any]:
+    """Have the front end's decoder, which is built from them, decode the plugin's part."""
+    return {**original, "spec_decoding_stats": TreeSpecDecodingStats | None}
+
+
+@_scheduler.wraps(
+    "add_request",
+    "sends a request's cache salt to the worker",
+    until="proposers get the requests' cache salts",
+)
+def add_request(original: Callable[..., Result], self: Scheduler, request: Request) -> Result:
+    if request.cache_salt and request.sampling_params is not None:
+        extra = request.sampling_params.extra_args or {}
+        request.sampling_params.extra_args = {**extra, CACHE_SALT: request.cache_salt}
+    return original(self, request)
+
+
+@_scheduler.wraps(
+    "_update_request_as_session",
+    "a streaming session goes on without the draft tokens that were accepted behind its stop, and "
+    "without the draft that followed them",
+    until="vLLM drops them",
+)
+def update_request_as_session(
+    original: Callable[..., Result], self: Scheduler, session: Request, update: StreamingUpdate
+) -> Result:
+    # Plain decoding has not computed the last token of an answer, which vLLM drops.
+    session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+    session.spec_token_ids = []
+    return original(self, session, update)
+
+
+@_scheduler.wraps("update_from_output", "takes the worker's statistics from its output")
+def update_from_output(
+    original: Callable[..., dict[int, EngineCoreOutputs]],
+    self: Scheduler,
+    scheduler_output: SchedulerOutput,
+    model_runner_output: ModelRunnerOutput,
+) -> dict[int, EngineCoreOutputs]:
+    """Keep the workers' statistics until the scheduler makes its own; count no fillers.
+
+    Outputs of requests with a prediction get its counts, not only the last ones: where the front
+    end finds a stop string, no other output comes.
+    """
+    predicted = {}
+    report: TreeStats | None = getattr(model_runner_output, STATS_ATTRIBUTE, None)
+    if report is not None:
+        predicted = _keep_predictions(self, report)
+        pending = getattr(self, STATS_ATTRIBUTE, None)
+        if pending is None:
+            setattr(self, STATS_ATTRIBUTE, report)
+        else:
+            pending.add(report)
+    fillers = getattr(model_runner_output, FILLERS_ATTRIBUTE, None)
+    if fillers:
+        # A draft that the grammar cut short may have ended before that.
+        invalid = scheduler_output.num_invalid_spec_tokens or {}
+        scheduler_output.num_invalid_spec_tokens = {
+            request_id: max(count, invalid.get(request_id, 0))
+            for request_id, count in fillers.items()
+        }
+    results = original(self, scheduler_output, model_runner_output)
+    if predicted:
+        for output in itertools.chain.from_iterable(result.outputs for result in results.values()):
+            if output.request_id in predicted:
+                counts = {PREDICTION: predicted[output.request_id]}
+                output.kv_transfer_params = (output.kv_transfer_params or {}) | counts
+    return results
+
+
+def _keep_predictions(scheduler: Scheduler, report: TreeStats) -> dict[str, tuple[int, int]]:
+    """Move the counts of predictions from a report to their requests, and return the sums."""
+    sums = {}
+    for request_id, counts in report.predictions.items():
+        request = scheduler.requests.get(request_id)
+        if request is not None:
+            before = getattr(request, _PREDICTED, (0, 0))
+            sums[request_id] = before[0] + counts[0], before[1] + counts[1]
+            setattr(request, _PREDICTED, sums[request_id])
+    report.predictions.clear()
+    return sums
+
+
+@_scheduler.wraps("make_stats", "adds them to the statistics that vLLM sends to the front end")
+def make_stats(
+    original: Callable[..., SchedulerStats | None],
+    self: Scheduler,
+    spec_decoding_stats: SpecDecodingStats | None = None,
+    *args: object,
+    **kwargs: object,
+) -> SchedulerStats | None:
+    """Add what was kept to the statistics of a step with drafts; vLLM divides by their number."""
+    stats = original(self, spec_decoding_stats, *args, **kwargs)
+    pending = getattr(self, STATS_ATTRIBUTE, None)
+    if stats is not None and stats.spec_decoding_stats is not None and pending is not None:
+        shared = stats.spec_decoding_stats
+        values = {f.name: getattr(shared, f.name) for f in fields(SpecDecodingStats)}
+        stats.spec_decoding_stats = TreeSpecDecodingStats(**values, tree=pending)
+        setattr(self, STATS_ATTRIBUTE, None)
+    return stats
+
+
+class FirstTokens:
+    """Removes the drafts of a step that can start a streamed request.
+
+    One forward pass verifies the drafts and computes the stream's prompt, and each draft token
+    delays the first token of the answer. Where streams start in most steps, drafts stay in most of
+    them: they end requests earlier, which frees places for those that wait.
+
+    Args:
+        scheduler: vLLM's. Under asynchronous scheduling, and on Model Runner V2, the worker has the
+            drafts already, and nothing is removed.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._has_drafts = (
+            config.read(scheduler.vllm_config) is not None
+            and not scheduler.scheduler_config.async_scheduling
+            and not scheduler.use_v2_model_runner
+        )
+        self._allowed = MOST_GIVING  # steps
+
+    def before_schedule(self) -> bool:
+        """Remove the drafts of the running requests, if the next step is such a step.
+
+        Returns:
+            Whether the next step may have drafts.
+        """
+        if not self._has_drafts:
+            return False
+        self._allowed = min(self._allowed + GIVING_SHARE, MOST_GIVING)
+        if self._allowed < 1.0 or not self._can_start_stream():
+            return True
+        drafted = [request for request in self._scheduler.running if request.spec_token_ids]
+        for request in drafted:
+            request.spec_token_ids = []
+        if drafted:
+            self._allowed -= 1.0
+        return False
+
+    def _can_start_stream(self) -> bool:
+        scheduler = self._scheduler
+        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
+            return False
+        # A search that waits would hide a stream behind it, and streams nothing itself.
+        requests = (one for one in scheduler.waiting if not isinstance(one, BeamProxy))
+        first = next(requests, None)
+        params = None if first is None else first.sampling_params
+        return params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
+
+
+class BeforeSchedule(NamedTuple):
+    """What changes the drafts of a scheduler's next step."""
+
+    first_tokens: FirstTokens
+    forced_tokens: ForcedTokens
+    room: DraftRoom
+
+
+def before_schedule(scheduler: Scheduler) -> BeforeSchedule:
+    """Return what changes the drafts of a scheduler's next step."""
+    before: BeforeSchedule | None = getattr(scheduler, _BEFORE_SCHEDULE, None)
+    if before is None:
+        before = BeforeSchedule(
+            FirstTokens(scheduler), ForcedTokens(scheduler), DraftRoom(scheduler)
+        )
+        setattr(scheduler, _BEFORE_SCHEDULE, before)
+    return before
+
+
+@Symbols("v1.core.sched.scheduler:Scheduler.", "proposers learn that a request waits").wraps(
+    "schedule",
+    "removes the drafts of steps that start a stream; drafts what a grammar forces; cuts drafts "
+    "that would split a prefill",
+)
+def schedule(
+    original: Callable[..., Result], self: Scheduler, throttle_prefills: bool = False
+) -> Result:
+    """Let drafts give way to streams that can start, or go on with what grammars force."""
+    before = before_schedule(self)
+    if before.first_tokens.before_schedule():
+        before.forced_tokens.extend_drafts()
+    before.room.cut_drafts()
+    return original(self, throttle_prefills)

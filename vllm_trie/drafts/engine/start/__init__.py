@@ -1,0 +1,1 @@
+"""Drafts at start-up: arguments, the choice of verification, the verifier."""

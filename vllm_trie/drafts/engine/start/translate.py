@@ -1,0 +1,240 @@
+"""From engine arguments to a configuration that vLLM accepts.
+
+vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
+therefore rewrites one of its methods to one of vLLM's (:mod:`.runner_choice`) with the plugin's
+proposer as its model, and carries the method's name and options in
+``additional_config["vllm_trie"]``. A union with a trained drafter becomes that drafter's method of
+vLLM's, which loads its weights and gives it a KV cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.drafts import available_methods
+from vllm_trie.drafts.engine.start import arguments
+from vllm_trie.extras.union.neural import NEURAL_METHODS
+from vllm_trie.hooks.start import runner_choice
+from vllm_trie.hooks.start.config import (
+    ALLOW_GPU,
+    BEAM_KEYS,
+    CONFIG_KEY,
+    PROPOSER_CLASS,
+    own_part,
+    parse,
+    spelled,
+)
+from vllm_trie.refusal import RefusedError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+DEFAULT_NODES = 32
+DEFAULT_CHAIN = 8
+"""The default on Model Runner V2, whose scheduler makes room for as many in every request."""
+DEFAULT_GPU_NODES = 31
+"""The default of trees on Model Runner V2: with the committed token and 4 query heads for a KV head
+they fill 128 rows, the most that the kernel multiplies with keys and values it has read once."""
+_TIERS = ((64, 1), (128, 2), (256, 4))
+"""On Model Runner V2: the largest batches with all draft tokens of a request, a half, a quarter;
+larger ones draft none. The limits leave room for prefills in a step, and for their logits."""
+_TIERS_OF_ONE_LENGTH = ((16, 1), (64, 2))
+"""The same where CUDA graphs take one length for all requests. By estimate: an 8B model verifies 8
+for each of 64 in the time of 2 steps."""
+MAX_NODES = 256
+"""Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
+
+
+def requested_method(engine_args: EngineArgs) -> str | None:
+    """Return the tree method that the engine arguments ask for, None if they ask for another.
+
+    Raises:
+        RefusedError: A method's name stands where a dictionary is expected.
+    """
+    speculative: Any = engine_args.speculative_config or {}
+    methods = available_methods()
+    if not isinstance(speculative, Mapping):
+        for name in (speculative, engine_args.spec_method, engine_args.spec_model):
+            if name in methods:
+                raise RefusedError(
+                    f"speculative_config={speculative!r} must be a dictionary; write "
+                    f"speculative_config={{'method': {name!r}}}"
+                )
+        speculative = {}  # vLLM has its own message for it
+    named = (
+        engine_args.spec_method,
+        speculative.get("method"),
+        engine_args.spec_model,
+        speculative.get("model"),
+    )
+    for name in named:
+        if name in methods:
+            return str(name)
+    if PROPOSER_CLASS in named or named[1] in NEURAL_METHODS:
+        return own_part(engine_args.additional_config).get("method")
+    return None
+
+
+def translate(engine_args: EngineArgs) -> None:
+    """Rewrite the engine arguments, in place, into a configuration that stock vLLM accepts.
+
+    Does nothing if they ask for no method of vllm-trie; may be called again on its own result.
+
+    Raises:
+        RefusedError: An option or a combination is not allowed, or a method is misspelled.
+    """
+    method = requested_method(engine_args)
+    if method is None:
+        arguments.refuse_misspelled_method(engine_args)
+        _refuse_options_without_method(engine_args)
+        return
+    asked, given = _asked_for(engine_args), _own_options(engine_args, method)
+    carried_method = own_part(engine_args.additional_config).get("method")
+    if asked.get("method") in NEURAL_METHODS and carried_method:  # this function wrote them
+        asked |= {"method": method, "model": None}
+    _check_method(method, asked.pop("method", None))
+    carried_model = given.pop("draft_model", None)
+    if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
+        draft_model = carried_model
+    stands_for = runner_choice.stands_for()
+    asked_nodes = asked.pop("num_speculative_tokens", None)
+
+    vllm_fields = _speculative_config_fields()
+    passed_on = {key: asked.pop(key) for key in list(asked) if key in vllm_fields}
+    _refuse_other_methods_options(method, passed_on)
+    for key, value in given.items():
+        _add(asked, key, value, spelled(key))
+    carried = {"method": method, **asked}
+    if draft_model is not None:
+        carried["draft_model"] = draft_model
+    parsed = parse(carried)  # the errors should reach the user now, not in a worker
+    is_v2 = stands_for == runner_choice.V2_METHOD or parsed.neural is not None
+    on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
+    num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
+    if is_v2 and parsed.neural is None:
+        limits = _TIERS if runner_choice.takes_any_length(engine_args) else _TIERS_OF_ONE_LENGTH
+        passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes, limits))
+
+    model: str | None = PROPOSER_CLASS
+    if parsed.neural is not None:
+        stands_for, model = parsed.neural.method, parsed.neural.model
+    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    engine_args.speculative_config = {
+        **passed_on,
+        "method": stands_for,
+        "model": model,
+        "num_speculative_tokens": num_nodes,
+    }
+    additional = dict(engine_args.additional_config or {})
+    beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k in BEAM_KEYS}
+    engine_args.additional_config = {**additional, CONFIG_KEY: {**beam, **carried}}
+
+
+def _refuse_options_without_method(engine_args: EngineArgs) -> None:
+    idle = own_part(engine_args.additional_config).keys() - BEAM_KEYS - {ALLOW_GPU}
+    if idle:
+        raise RefusedError(
+            f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
+            "method of vllm-trie is asked for; name one with --spec-method or "
+            f"speculative_config={{'method': NAME}}: {', '.join(available_methods())}"
+        )
+
+
+def _refuse_other_methods_options(method: str, passed_on: Mapping[str, object]) -> None:
+    """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
+    foreign = [key for key in passed_on if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
+    if foreign:
+        raise RefusedError(
+            f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read: "
+            "it finds the lengths of its contexts and drafts by itself; leave them out"
+        )
+
+
+def _add(asked: dict[str, object], key: str, value: object, place: str) -> None:
+    """Add a setting from another place; where both have it, they must agree."""
+    if asked.setdefault(key, value) != value:
+        raise RefusedError(
+            f"{place}={value!r} and speculative_config[{key!r}]={asked[key]!r} differ; give one "
+            "of them"
+        )
+
+
+def _asked_for(engine_args: EngineArgs) -> dict[str, Any]:
+    """Return ``speculative_config`` with what the short flags say."""
+    given = engine_args.speculative_config or {}
+    asked = {key.replace("-", "_"): value for key, value in given.items()}
+    # Next to heads in the dictionary, a method's name as the model names the method.
+    takes_heads = asked.get("model") is not None and engine_args.spec_model in available_methods()
+    for flag, key, value in (
+        ("--spec-method", "method", engine_args.spec_method),
+        ("--spec-model", "method" if takes_heads else "model", engine_args.spec_model),
+        ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
+    ):
+        if value is not None:
+            _add(asked, key, value, flag)
+    return asked
+
+
+def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
+    """Return the options of the method that ``additional_config`` carries."""
+    additional = engine_args.additional_config or {}
+    if not isinstance(additional, Mapping):
+        raise RefusedError(
+            f"additional_config={additional!r} must be a mapping to carry the options of "
+            f"method {method!r}; pass a dictionary"
+        )
+    given = {key: value for key, value in own_part(additional).items() if key not in BEAM_KEYS}
+    named = given.pop("method", method)
+    if named != method:
+        raise RefusedError(
+            f"method {method!r} and {spelled('method')}={named!r} differ; give one of them"
+        )
+    return given
+
+
+def _check_method(method: str, named: object) -> None:
+    if named not in (None, method, runner_choice.V1_METHOD, runner_choice.V2_METHOD):
+        raise RefusedError(
+            f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
+            f"asked for; leave the model out or set method={method!r}"
+        )
+
+
+def _draft_model(method: str, model: object) -> object:
+    """Return the model that the drafter should load, None if the name is only the method's."""
+    if model in (method, PROPOSER_CLASS):
+        return None
+    if model in available_methods():
+        raise RefusedError(
+            f"the methods {method!r} and {model!r} (as the speculative model) differ; give one of "
+            "them, or ask for trie_union with both among its drafters"
+        )
+    return model
+
+
+def _check_num_nodes(value: object, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+        raise RefusedError(
+            f"num_speculative_tokens={value!r} is the node budget of a request's draft tree and "
+            f"must be a whole number from 1 to {MAX_NODES}; leave it out for {default}"
+        )
+    return value
+
+
+def _tiers(num_nodes: int, limits: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return vLLM's schedule: first and last batch size, and draft tokens of each request."""
+    tiers, first = [], 1
+    for last, divisor in limits:
+        tiers.append((first, last, num_nodes // divisor))
+        first = last + 1
+    return [*tiers, (first, 1 << 20, 0)]
+
+
+def _speculative_config_fields() -> frozenset[str]:
+    from vllm.config import SpeculativeConfig
+
+    return frozenset(field.name for field in dataclasses.fields(SpeculativeConfig))

@@ -1,0 +1,117 @@
+"""Speculation of one rank, whatever the runner: its drafter and verifier, the same on all ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+
+from vllm_trie.drafts import DrafterContext, get_drafter_class
+from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.verifier import TreeVerifier
+from vllm_trie.extras.memory.warm_start import Sharing, WarmStart, open_warm_start
+from vllm_trie.extras.traces.recorder import TraceRecorder
+from vllm_trie.hooks.start import config
+from vllm_trie.tree import TokenTree
+from vllm_trie.tree.batch import LIBRARY
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+logger = init_logger(__name__)
+
+
+def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
+    """Return the verifier of this rank, with its drafter.
+
+    Args:
+        vllm_config: As written by :func:`vllm_trie.drafts.engine.start.translate.translate`.
+    """
+    tree_config = config.read(vllm_config)
+    if tree_config is None:
+        raise ValueError(
+            f"{config.PROPOSER_CLASS} needs the method's name; set "
+            "speculative_config={'method': NAME} instead of naming the class"
+        )
+    context = drafter_context(vllm_config, tree_config.draft_model)
+    drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
+    options = tree_config.engine_options
+    budget = NodeBudget() if options.node_budget == "adaptive" else None
+    share_trees = None
+    if context.tensor_parallel_size > 1:
+        share_trees = partial(same_on_all_ranks, group=get_tp_group(), budget=budget)
+    LIBRARY.load()  # fails here, at the start, if it cannot be used
+    # In this order: the key of replicas takes the place of the folder's.
+    memories: list[WarmStart | Sharing] = []
+    if warm_start := open_warm_start(vllm_config, tree_config, context, drafter):
+        memories.append(warm_start)
+    if options.store is not None and not context.rank:  # the others get this rank's trees
+        revision = vllm_config.model_config.revision
+        memories.append(Sharing(options.store, revision, context, drafter))
+    recorder = None
+    if options.trace_path is not None and not context.rank:  # all ranks see the same
+        recorder = TraceRecorder(Path(options.trace_path), tree_config, drafter)
+    return TreeVerifier(
+        GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
+        budget,
+        share_trees,
+        memories=memories,
+        recorder=recorder,
+    )
+
+
+def same_on_all_ranks(
+    trees: list[TokenTree], group: GroupCoordinator, budget: NodeBudget | None = None
+) -> list[TokenTree]:
+    """Return rank 0's trees, without their probabilities, on every tensor-parallel rank; pause the
+    other ranks' budgets as it does.
+
+    Drafters are deterministic, so ranks agree by themselves; but a time-out or a fault can hit one
+    rank alone, and ranks that verify different trees would write wrong KV without noticing. The
+    ranks call it together with the same number of trees.
+    """
+    if group.world_size == 1 or not trees:
+        return trees
+    if group.rank_in_group == 0:
+        arrays = [(t.token_ids, t.parents, None, t.never_accept) for t in trees]
+        group.broadcast_object((arrays, None if budget is None else budget.pause))
+        return trees
+    arrays, pause = group.broadcast_object()
+    if budget is not None:
+        budget.pause = pause
+    return [TokenTree(*of_tree) for of_tree in arrays]
+
+
+def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> DrafterContext:
+    """Return what drafters may know about the engine."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    assert vllm_config.speculative_config is not None
+    return DrafterContext(
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        num_nodes=vllm_config.speculative_config.num_speculative_tokens,
+        hidden_size=model.get_hidden_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(vllm_config.device_config.device),
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        rank=parallel.rank % parallel.tensor_parallel_size,
+        model=model.model,
+        tokenizer=model.tokenizer,
+        eos_token_ids=_eos_token_ids(model),
+        draft_model=draft_model,
+    )
+
+
+def _eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
+    for source in (model.try_get_generation_config(), vars(model.hf_config)):
+        eos = source.get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    return ()

@@ -1,0 +1,117 @@
+"""After a step: the KV of the accepted nodes moves to the slots right behind the committed text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.attention import TreeRow, move_slots_in_layers
+from vllm_trie.attention.device_copy import to_device
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+MoveSlots = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
+"""Copies slots to others in the caches of several layers, see
+:func:`vllm_trie.attention.move_slots_in_layers`."""
+
+
+class CacheGroup(NamedTuple):
+    """Layers that share block tables."""
+
+    group_id: int
+    """Index of vLLM's KV cache group."""
+    caches: tuple[torch.Tensor, ...]
+    """The group's cache tensors, each once."""
+    move: MoveSlots | None = None
+    """Moves slots in their layout; ``None`` for the layout of vLLM's CPU backend."""
+
+
+def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list[CacheGroup]:
+    """Return the cache tensors of every group; layers that share another's cache add nothing.
+
+    Args:
+        kv_cache_config: Of the engine.
+        layers: By name (``static_forward_context``); others are left out, and groups without any.
+    """
+    seen: set[int] = set()
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        caches, move = [], None
+        group_layers = [layers[name] for name in group.layer_names if name in layers]
+        if not group_layers:
+            continue
+        for layer in group_layers:
+            move = getattr(getattr(layer, "impl", None), "move_slots", None)
+            if layer.kv_cache.data_ptr() not in seen:
+                seen.add(layer.kv_cache.data_ptr())
+                caches.append(layer.kv_cache)
+        groups.append(CacheGroup(index, tuple(caches), move))
+    return groups
+
+
+def moved_tokens(
+    rows: Sequence[TreeRow], accepted: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """Return the query tokens whose KV moves, and those whose slots it moves to.
+
+    The j-th accepted node belongs into the slot of node j. Nodes are laid out likeliest path
+    first, so most often nothing moves.
+
+    Args:
+        rows: Requests with trees.
+        accepted: Accepted node indices of every request of the batch.
+    """
+    sources, targets = [], []
+    for row in rows:
+        first_node = row.query_start + row.num_queries - row.num_nodes
+        for place, node in enumerate(accepted[row.batch_index]):
+            if node != place:
+                sources.append(first_node + node)
+                targets.append(first_node + place)
+    return sources, targets
+
+
+def compact(
+    groups: Sequence[CacheGroup],
+    slot_mappings: Sequence[torch.Tensor],
+    sources: Sequence[int],
+    targets: Sequence[int],
+) -> None:
+    """Move KV between slots in all layers, in place.
+
+    Args:
+        groups: Cache tensors, changed.
+        slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
+        sources, targets: Query tokens as :func:`moved_tokens` returns them.
+    """
+    if not sources:
+        return
+    moves = np.array([sources, targets], dtype=np.int64)
+    pairs = to_device(moves, slot_mappings[groups[0].group_id].device)
+    for group in groups:
+        slots = slot_mappings[group.group_id][pairs].long()
+        (group.move or move_slots_in_layers)(group.caches, slots[0], slots[1])
+
+
+def compact_on_device(
+    groups: Sequence[CacheGroup],
+    slot_mappings: Sequence[torch.Tensor],
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Move KV between slots in all layers, in place, without waiting for the device.
+
+    Args:
+        groups: Cache tensors, changed.
+        slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
+        tokens: int64 [logits rows], the query token of each row of logits.
+        rows: int64 [logits rows], the row whose KV belongs into each row's slot; most are the row
+            itself.
+    """
+    for group in groups:
+        slots = slot_mappings[group.group_id][tokens].long()
+        (group.move or move_slots_in_layers)(group.caches, slots[rows], slots)

@@ -1,0 +1,441 @@
+"""Tree speculation over the steps of an engine, whatever runs its model.
+
+:class:`TreeVerifier` owns what outlives a step, and a :class:`TreeStep` holds the rest. The steps
+of :mod:`~vllm_trie.drafts.engine.runners.v1` and
+:mod:`~vllm_trie.drafts.engine.runners.v2_adapter` show the order of its calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_trie.attention import TreeBatch, likeliest
+from vllm_trie.drafts import DraftRequest, LogitsRows, VerifiedStep
+from vllm_trie.drafts.budget import DraftForecast, NodeBudget
+from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.step_clock import StepClock
+from vllm_trie.drafts.engine.verification import compaction
+from vllm_trie.drafts.engine.verification.placement import QueryTokens, place_trees, scheduled_tree
+from vllm_trie.drafts.engine.verification.sampling import (
+    is_plain_greedy,
+    sample_greedy,
+    sample_levels,
+)
+from vllm_trie.drafts.ngrams.native import ROW_TOKENS
+from vllm_trie.extras.memory.warm_start import Sharing, WarmStart
+from vllm_trie.extras.traces.recorder import TraceRecorder
+from vllm_trie.hooks.wire import TreeStats, WaitCause
+from vllm_trie.tree import TokenTree
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
+"""Returns rank 0's trees on every tensor-parallel rank."""
+
+_MOST_PLAIN_ROWS = 16
+"""Of a step without drafts, whose rows of logits are read for later ones. By estimate, reading more
+would take over 1 % of a step on a GPU."""
+
+
+@dataclass(slots=True)
+class TreeStep:
+    """The trees of a step and what became of them.
+
+    Attributes:
+        request_ids: Of the batch, in its order, as are the other sequences.
+        trees: Of each request; empty ones without a draft.
+        first_rows: Of the logits of each request, ``N + 1`` rows for one with N nodes.
+        accepted: Accepted nodes of each request; none before verification.
+        num_decode_tokens: Tokens of the step; 0 with prefills among them, as its duration cannot be
+            attributed to nodes then.
+        started: When it began, by ``time.perf_counter``.
+        is_pausing: Whether no drafts are wanted after it.
+        has_drafts: Whether it verifies any.
+        tree_batch: The trees that need tree attention.
+        likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
+            where they are not read.
+        argmax: int of each row of logits; None where the drafter does not need it.
+        num_decoding: Requests that got tokens.
+    """
+
+    request_ids: Sequence[str] = ()
+    trees: Sequence[TokenTree] = ()
+    first_rows: Sequence[int] = ()
+    accepted: Sequence[Sequence[int]] = ()
+    num_decode_tokens: int = 0
+    started: float = 0.0
+    is_pausing: bool = False
+    has_drafts: bool = False
+    tree_batch: TreeBatch | None = None
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+    argmax: np.ndarray | None = None
+    num_decoding: int = 0
+
+    def paths_of(self, new_tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the accepted nodes of each request, as its output tokens show them.
+
+        Args:
+            new_tokens: The accepted ones and one more; none while a prefill goes on.
+        """
+        pairs = zip(self.trees, new_tokens, strict=True)
+        return [tree.path_of(tokens[:-1]) for tree, tokens in pairs]
+
+    def last_row(self, index: int) -> int:
+        """Return the row of logits that gave a request's newest token."""
+        path = self.accepted[index]
+        return self.first_rows[index] + (path[-1] + 1 if path else 0)
+
+    def show(self, request: DraftRequest, index: int) -> None:
+        """Let a drafter see a request's part of the step, by its index in the batch."""
+        tree, path, first = self.trees[index], tuple(self.accepted[index]), self.first_rows[index]
+        rows = slice(first, first + tree.num_nodes + 1)
+        argmax = None if self.argmax is None else np.asarray(self.argmax[rows], dtype=np.int32)
+        request.last_step = VerifiedStep(tree, path, argmax)
+        if self.likeliest is not None:
+            request.rows = LogitsRows(tree, path, *(array[rows] for array in self.likeliest))
+
+
+class TreeVerifier:
+    """Draft trees of an engine's requests: proposed, placed, verified, released.
+
+    Args:
+        guard: The drafter of this rank.
+        budget: Chooses the nodes that are verified; ``None`` verifies all.
+        share_trees: For several tensor-parallel ranks. They measure different times, so the
+            budget's least probability is for one rank only, as are its pauses on Model Runner
+            V1. On V2 all ranks pause with rank 0.
+        memories: Save and share what is learned.
+        recorder: Writes the traces that requests ask for; ``None`` where the operator wants none.
+
+    Attributes:
+        forecast: Of the next drafts, where steps are launched ahead of them.
+        step: The step that began last.
+        totals: Statistics over the engine's lifetime.
+    """
+
+    def __init__(
+        self,
+        guard: GuardedDrafter,
+        budget: NodeBudget | None = None,
+        share_trees: ShareTrees | None = None,
+        memories: Sequence[WarmStart | Sharing] = (),
+        recorder: TraceRecorder | None = None,
+    ) -> None:
+        self.guard = guard
+        self.budget = budget
+        self.recorder = recorder
+        self.forecast: DraftForecast | None = None
+        self.step = TreeStep()
+        self.totals = TreeStats()
+        self.share_trees = share_trees
+        self._memories = memories
+        self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
+        self._clock = StepClock()
+        self._stats = TreeStats()
+
+    def begin_step(
+        self,
+        request_ids: Sequence[str],
+        drafts: Mapping[str, Sequence[int]] | None,
+        num_tokens: int,
+        started: float,
+        num_fillers: int = 0,
+    ) -> TreeStep:
+        """Begin a step, with its drafts or ahead of them.
+
+        Args:
+            request_ids: Of the batch, in its order.
+            drafts: See :meth:`take_drafts`, which follows where they are not known yet: None.
+            num_tokens: Scheduled tokens of all requests.
+            started: When the step began, by ``time.perf_counter``.
+            num_fillers: Tokens that drafts are filled up with.
+        """
+        num_requests = len(request_ids)
+        num_drafted = sum(map(len, (drafts or {}).values()))
+        step = self.step = TreeStep(
+            request_ids=request_ids,
+            trees=[TokenTree.empty()] * num_requests,
+            first_rows=range(num_requests),
+            accepted=[()] * num_requests,
+            num_decode_tokens=num_tokens
+            if num_tokens == num_requests + num_drafted + num_fillers
+            else 0,
+            started=started,
+            has_drafts=True,
+        )
+        if drafts is not None:
+            self.take_drafts(step, drafts)
+        return step
+
+    def take_drafts(self, step: TreeStep, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Find the trees that a step's drafts stand for, and decide whether its batch is to get
+        drafts.
+
+        Args:
+            step: Changed.
+            drafts: Draft tokens by request id, as the scheduler sends them.
+        """
+        start = time.perf_counter()
+        step.has_drafts = bool(drafts)
+        step.is_pausing = (
+            self.budget is not None
+            and not self.budget.should_draft(len(step.request_ids))  # counts steps, so first
+            and (self.share_trees is None or self.budget.drafting_waits)
+        )
+        if drafts:
+            step.trees = [
+                scheduled_tree(self._stored_trees.get(request_id), drafts.get(request_id, ()))
+                for request_id in step.request_ids
+            ]
+            num_rows = (len(tree.token_list) + 1 for tree in step.trees[:-1])
+            step.first_rows = [0, *accumulate(num_rows)]
+            self._stats.preparation_seconds += time.perf_counter() - start
+
+    def place(
+        self,
+        step: TreeStep,
+        tokens: QueryTokens,
+        takes_chains: bool,
+        trees: Sequence[TokenTree] | None = None,
+    ) -> None:
+        """Set the nodes' positions and the tree batch, see :func:`place_trees`.
+
+        Args:
+            step: Changed.
+            tokens, takes_chains: See there.
+            trees: The step's, with fillers where it has any.
+        """
+        start = time.perf_counter()
+        step.tree_batch = place_trees(trees or step.trees, tokens, takes_chains)
+        self._stats.preparation_seconds += time.perf_counter() - start
+
+    def verify(
+        self,
+        step: TreeStep,
+        logits: torch.Tensor,
+        sampler: Sampler,
+        metadata: SamplingMetadata,
+        outputs: Sequence[list[int]],
+    ) -> SamplerOutput:
+        """Sample the step's tokens: the accepted nodes' and one more for each request.
+
+        Args:
+            step: Changed.
+            logits: [logits rows, vocab_size], ``N + 1`` rows for a request with N nodes.
+            sampler: vLLM's.
+            metadata: Of the batch.
+            outputs: See :func:`sample_levels`.
+        """
+        start = time.perf_counter()
+        is_greedy = step.has_drafts and is_plain_greedy(metadata)
+        argmax = self.read_logits(step, logits, is_greedy)
+        if not step.has_drafts:
+            self.accept(step, step.accepted)
+            output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
+            return output
+        if is_greedy:
+            assert argmax is not None
+            sample = sample_greedy(argmax, step.trees)
+        else:
+            sample = sample_levels(sampler, logits, step.first_rows, step.trees, metadata, outputs)
+        self.accept(step, sample.accepted)
+        output = sample.padded(logits.device)
+        self._stats.verification_seconds += time.perf_counter() - start
+        return output
+
+    def read_logits(
+        self, step: TreeStep, logits: torch.Tensor | None, needs_argmax: bool = False
+    ) -> np.ndarray | None:
+        """Read what the drafter wants of a step's logits, before anything changes them.
+
+        Returns:
+            The argmax of each row; None if nobody needs it.
+        """
+        if logits is None:
+            return None
+        reads_rows = self.reads_rows(step, len(logits))
+        needs_node_argmax = self.guard.drafter.needs_node_argmax
+        if not (reads_rows or needs_argmax or needs_node_argmax):
+            return None
+        read = likeliest(logits, ROW_TOKENS if reads_rows else 1)
+        argmax: np.ndarray = read[0][:, 0]
+        if reads_rows:
+            step.likeliest = read
+        if needs_node_argmax:
+            step.argmax = argmax
+        return argmax
+
+    def reads_rows(self, step: TreeStep, num_rows: int) -> bool:
+        """Return whether to read the step's rows of logits for the drafter."""
+        is_cheap = step.has_drafts or (not step.is_pausing and num_rows <= _MOST_PLAIN_ROWS)
+        return self.guard.drafter.needs_rows and is_cheap
+
+    def accept(self, step: TreeStep, accepted: Sequence[Sequence[int]]) -> None:
+        """Take in the accepted nodes of each request."""
+        step.accepted = accepted
+        if self.budget is not None and step.has_drafts:
+            self.budget.observe_verified(step.trees, accepted)
+        counts = self.guard.predictions.observe(step.request_ids, step.trees, accepted)
+        for request_id, pair in counts.items():
+            self._stats.accepted_prediction_tokens += pair.accepted
+            self._stats.rejected_prediction_tokens += pair.rejected
+            self._stats.count_prediction(request_id, *pair)
+
+    def compact(
+        self,
+        step: TreeStep,
+        groups: Sequence[compaction.CacheGroup],
+        slot_mappings: Sequence[torch.Tensor],
+    ) -> None:
+        """Move the accepted nodes' KV into place, see :func:`compaction.compact`."""
+        if step.tree_batch is None:
+            return
+        start = time.perf_counter()
+        moves = compaction.moved_tokens(step.tree_batch.rows, step.accepted)
+        compaction.compact(groups, slot_mappings, *moves)
+        self._stats.verification_seconds += time.perf_counter() - start
+
+    def end_step(
+        self, step: TreeStep, new_tokens: Sequence[Sequence[int]], is_timed: bool = True
+    ) -> None:
+        """Take in the step's time and tokens, and drop its trees.
+
+        Trees of requests outside the batch stay: the scheduler may still send their drafts.
+
+        Args:
+            step: Changed.
+            new_tokens: Of each request of the batch; none while its prefill goes on.
+            is_timed: Whether the time since the step's beginning is its duration.
+        """
+        start = time.perf_counter()
+        if self.budget is not None and step.num_decode_tokens and is_timed:
+            self.budget.observe_step(step.num_decode_tokens, self._clock.stop(step.started))
+        step.num_decoding = sum(map(bool, new_tokens))
+        step.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
+        self._stats.steps += step.num_decoding
+        self._stats.tokens += sum(map(len, new_tokens))
+        if self.recorder is not None:
+            self.recorder.record(step.request_ids, step.trees, step.accepted, new_tokens)
+        for request_id in step.request_ids:
+            self._stored_trees.pop(request_id, None)
+        self._stats.bookkeeping_seconds += time.perf_counter() - start
+
+    def count_wait(self, cause: WaitCause) -> None:
+        """Count a wait for the device."""
+        self._stats.waits[cause] = self._stats.waits.get(cause, 0) + 1
+
+    def draft(
+        self,
+        step: TreeStep,
+        requests: Mapping[int, DraftRequest],
+        sample_hidden_states: torch.Tensor | None,
+        since: float,
+        lengths: Mapping[str, int] | None = None,
+    ) -> list[list[int]]:
+        """Draft the trees of the next step.
+
+        Args:
+            step: The one that ended.
+            requests: Those that get a tree, by batch index.
+            sample_hidden_states: [logits rows, hidden_size]; None where the drafter reads none.
+            since: When drafting for this step began, by ``time.perf_counter``.
+            lengths: Places for each draft in a step that is launched already, by request id.
+
+        Returns:
+            The draft tokens of each request of the batch.
+        """
+        spent = self.guard.seconds
+        for index, request in requests.items():
+            step.show(request, index)
+            if sample_hidden_states is not None and self.guard.drafter.needs_hidden_states:
+                request.hidden_state = sample_hidden_states[step.last_row(index)]
+        drafts: list[list[int]] = [[] for _ in step.request_ids]
+        trees = self._propose(step, list(requests.values()), lengths)
+        for (index, request), tree in zip(requests.items(), trees, strict=True):
+            if tree.num_nodes:
+                self._stored_trees[request.request_id] = tree
+                drafts[index] = tree.token_list.copy()  # vLLM may change its list
+        drafting = self.guard.seconds - spent
+        elapsed = time.perf_counter() - since
+        self._stats.drafting_seconds += drafting
+        self._stats.bookkeeping_seconds += elapsed - drafting
+        self._clock.leave_out(elapsed)
+        if self.budget is not None and drafting:
+            self.budget.observe_drafting(elapsed)
+        return drafts
+
+    def _propose(
+        self,
+        step: TreeStep,
+        requests: list[DraftRequest],
+        lengths: Mapping[str, int] | None = None,
+    ) -> list[TokenTree]:
+        """Return the trees of some requests, cut to their places or by the budget, the same on all
+        ranks."""
+        if self.budget is not None and self.share_trees is None:
+            least = self.budget.least_probability(step.num_decoding)
+            for request in requests:
+                request.min_probability = least
+        proposed = trees = self.guard.propose(requests) if requests else []
+        if self.budget is not None:
+            trees = self.budget.cut(trees, step.num_decoding)
+        if self.forecast is not None:
+            self._observe_forecast(self.forecast, requests, proposed)
+        if lengths is not None:
+            # What the step has places for costs nothing more; the budget pauses drafting at most.
+            pairs = zip(requests, proposed, strict=True)
+            trees = [tree.prefix(lengths.get(request.request_id, 0)) for request, tree in pairs]
+        if self.recorder is not None:
+            request_ids = [request.request_id for request in requests]
+            drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
+            self.recorder.observe_drafts(step.request_ids, drafts, self.guard.has_failed)
+        return trees if self.share_trees is None else self.share_trees(trees)
+
+    def _observe_forecast(
+        self,
+        forecast: DraftForecast,
+        requests: Sequence[DraftRequest],
+        proposed: Sequence[TokenTree],
+    ) -> None:
+        for request, tree in zip(requests, proposed, strict=True):
+            rates = np.ones(tree.num_nodes)
+            if tree.probabilities is not None and self.budget is not None:
+                rates = self.budget.acceptance(tree.probabilities)
+            forecast.observe(request.request_id, rates)
+
+    def take_stats(self) -> TreeStats | None:
+        """Return the statistics since the last call, if any request got tokens; end the step."""
+        stats = None
+        if self._stats.steps:
+            stats, self._stats = self._stats, TreeStats()
+            stats.draft_failures = self.guard.take_new_failures()
+            self.totals.add(stats)
+            self.totals.predictions.clear()
+            for memory in self._memories:
+                memory.tick()
+        self._clock.leave()
+        return stats
+
+    def close(self) -> None:
+        """Save what was learned; the engine ends."""
+        for memory in self._memories:
+            memory.close()
+
+    def release(self, request_id: str, ended: DraftRequest | None) -> None:
+        """Forget a request that has ended, see :meth:`GuardedDrafter.release`."""
+        self._stored_trees.pop(request_id, None)
+        self.guard.release(request_id, ended)
+        if self.forecast is not None:
+            self.forecast.release(request_id)
+        if self.recorder is not None:
+            self.recorder.end(request_id)

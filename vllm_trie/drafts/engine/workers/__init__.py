@@ -1,0 +1,1 @@
+"""Workers whose model runners draft and verify."""

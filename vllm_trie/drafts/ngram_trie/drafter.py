@@ -1,0 +1,230 @@
+"""The method `ngram_trie`: drafts from n-grams of earlier text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import BaseModel
+
+from vllm_trie.drafts.drafter import Drafter, DrafterContext, DraftRequest, LogitsRows
+from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
+from vllm_trie.drafts.ngram_trie.recycling import Recycling
+from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
+from vllm_trie.drafts.ngrams import Blend, Job, NativeBackend, Recycled, Rows, Source
+from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
+from vllm_trie.extras.corpus.corpus_file import (
+    CorpusError,
+    check_vocabulary,
+    fingerprint,
+    open_corpus,
+    read_header,
+)
+from vllm_trie.extras.memory import KEY_BYTES, StoredText
+from vllm_trie.files.tokenizers import load_corpus_tokenizer
+from vllm_trie.files.watched_file import WatchedFile
+from vllm_trie.tree import TokenTree
+
+if TYPE_CHECKING:
+    from vllm_trie.extras.memory.replicas import Replicas
+
+BLEND = Blend(
+    own=Source(concentration=0.3, discount=0.7),
+    shared=Source(concentration=4.0, discount=0.8),
+    shared_long=Source(concentration=0.05, discount=0.05),
+    path_trust=0.3,
+    min_left=1e-4,
+    cut_left=0.5,
+    cut_share=0.25,
+)
+"""Fitted on recorded answers; docs/lab_drafters.md has the alternatives that were measured."""
+SAMPLED = BLEND._replace(
+    recycled=Recycled(triple=0.7, pair=0.3, single=0.5, sibling=0.4, guess=0.4), path_trust=0.0
+)
+"""For requests with a temperature, fitted on samples at 0.6 and 1.0: a text repeats itself less."""
+
+CORPUS_INTERVAL = 1.0
+"""Seconds between two looks for another corpus: drafts are made between two steps."""
+
+
+class NgramTrieDrafter(Drafter):
+    """Drafts the continuations of a text that earlier text makes likeliest.
+
+    Contexts of every length vote, in the request's own text, in finished requests and in a corpus.
+
+    State: an index of each request's own text, built from the prompt at the first call and
+    extended at each later one by the tokens accepted since; the outputs of finished requests.
+
+    Attributes:
+        store: Outputs of finished requests; None without a store.
+        recycling: What the model held likely in earlier steps; None without.
+    """
+
+    name: ClassVar[str] = "ngram_trie"
+    Options: ClassVar[type[BaseModel]] = NgramTrieOptions
+    reuses_arrays: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        options: NgramTrieOptions,
+        context: DrafterContext,
+        backend: NativeBackend | None = None,
+    ) -> None:
+        super().__init__(options, context)
+        self._backend = backend = backend or NativeBackend(BLEND, SAMPLED)
+        self._newest_corpus = watch_corpus(options.corpus, context)
+        self._corpus = self._newest_corpus()
+        self._prompts: dict[str, bytes] = {}  # fingerprints, by request id
+        self._prompt_key = os.urandom(KEY_BYTES)
+        order = options.max_context_len
+        self._texts = RequestTexts(backend, order, options.index_tokens, options.index_output)
+        self.store = (
+            RequestStore(backend, order, options.store_tokens) if options.store_tokens else None
+        )
+        self.recycling = None
+        if options.recycle:
+            self.recycling = Recycling(options.recycle_contexts, context.max_num_seqs)
+        self.needs_rows = self.recycling is not None  # type: ignore[misc]
+
+    @classmethod
+    def check_files(
+        cls, options: NgramTrieOptions, vocab_size: int, draft_model: str | None
+    ) -> None:
+        if options.corpus is None:
+            return
+        try:
+            check_vocabulary(Path(options.corpus), read_header(Path(options.corpus)), vocab_size)
+        except CorpusError as error:
+            raise CorpusError(f"option 'corpus' is an unusable file: {error}") from None
+
+    @classmethod
+    def has_store(cls, options: NgramTrieOptions) -> bool:
+        return options.store_tokens > 0
+
+    def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
+        # The backend indexes where it drafts: for one node, which is dropped.
+        jobs = []
+        for request, text in zip(requests, self._texts.update(requests), strict=True):
+            jobs.append(self._job(replace(request, max_nodes=1, max_depth=1), text, 0))
+        self._backend.draft_batch(jobs)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self._corpus = self._newest_corpus()
+        if self.store is not None:
+            self.store.take_in(STEP_TOKENS)
+        texts = self._texts.update(requests)
+        drafts = self._backend.draft_batch(
+            [self._job(request, text, 0) for request, text in zip(requests, texts, strict=True)]
+        )
+        if self.store is not None:
+            for request, draft in zip(requests, drafts, strict=True):
+                self.store.mark_used(request.cache_salt, draft.used_text)
+        return [draft.tree for draft in drafts]
+
+    def propose_after(
+        self, requests: Sequence[DraftRequest], added: Sequence[Sequence[int]]
+    ) -> list[TokenTree]:
+        jobs = [
+            self._job(request, self._texts.after(request, tokens), len(tokens))
+            for request, tokens in zip(requests, added, strict=True)
+        ]
+        return [draft.tree for draft in self._backend.draft_batch(jobs)]
+
+    def released(self, request: DraftRequest, output: np.ndarray) -> None:
+        self._texts.release(request.request_id)
+        if self.store is not None:
+            self.store.add(request.cache_salt, output, self._prompt(request))
+        self._prompts.pop(request.request_id, None)
+
+    def save(self) -> Sequence[StoredText]:
+        return () if self.store is None else self.store.texts()
+
+    def restore(self, texts: Sequence[StoredText]) -> None:
+        if self.store is not None:
+            self.store.restore(texts)
+            if not self._prompts:  # nobody waits
+                self.store.take_in(self.options.store_tokens)
+
+    def share(self, replicas: Replicas) -> None:
+        self._prompt_key = replicas.prompt_key
+        if self.store is not None:
+            self.store.share(replicas)
+
+    def reset(self) -> None:
+        if self.store is not None:
+            self.store.clear()
+        if self.recycling is not None:
+            self.recycling.clear()
+
+    def set_prompt_key(self, key: bytes) -> None:
+        self._prompt_key = key
+
+    def _prompt(self, request: DraftRequest) -> bytes:
+        """Return the fingerprint of a request's prompt, which the first call makes."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            tokens = request.token_ids[: request.num_prompt_tokens]
+            prompt = prompt_print(self._prompt_key, request.cache_salt, tokens)
+            self._prompts[request.request_id] = prompt
+            if self.store is not None:
+                self.store.listen(request.cache_salt)
+        return prompt
+
+    def _job(self, request: DraftRequest, text: IndexedText, num_added: int) -> Job:
+        """Return the job that drafts after a request's text, or after it and added tokens."""
+        prompt = self._prompt(request)
+        return Job(
+            own=text.own,
+            store=None if self.store is None else self.store.index(request.cache_salt),
+            corpus=self._corpus,
+            tokens=text.tokens,
+            num_indexed=text.num_indexed,
+            max_nodes=request.max_nodes,
+            max_depth=request.max_depth - num_added,
+            chain_only=request.chain_only,
+            min_probability=request.min_probability,
+            recycled=None if self.recycling is None else self.recycling.table,
+            rows=None if num_added else _rows(request.rows),
+            scope=0 if self.recycling is None else self.recycling.scope(request.cache_salt),
+            first=text.first,
+            text=text.text,
+            answer=-1 if self.store is None else self.store.answer(request.cache_salt, prompt),
+            output_begin=request.num_prompt_tokens - text.first,
+            prompt=int.from_bytes(prompt[:4], "little", signed=True),
+            is_sampled=request.is_sampled,
+        )
+
+
+def _rows(rows: LogitsRows | None) -> Rows | None:
+    if rows is None:
+        return None
+    tree, accepted, tokens, probabilities = rows
+    return Rows(tokens, probabilities, tree.token_ids, tree.parents, accepted)
+
+
+def watch_corpus(path: str | None, context: DrafterContext) -> Callable[[], NativeCorpus | None]:
+    """Open the corpus of the option `corpus`; return a function that gives its newest version.
+
+    Tensor-parallel ranks must draft alike and would see a new file at different steps, so they keep
+    the first one.
+
+    Raises:
+        RefusedError: The file cannot be used, or was not built with the model's tokenizer.
+        RuntimeError: The compiled core, which alone reads corpora, is not available.
+    """
+    if path is None:
+        return lambda: None
+    tokenizer = load_corpus_tokenizer(context.tokenizer or context.model)
+    tokenizer_print = fingerprint(tokenizer.vocabulary)
+
+    def open_file(path: Path) -> NativeCorpus:
+        return open_corpus(path, context.vocab_size, tokenizer_print)
+
+    if context.tensor_parallel_size > 1:
+        corpus = open_file(Path(path))
+        return lambda: corpus
+    return WatchedFile(Path(path), open_file, "the corpus", CORPUS_INTERVAL).latest

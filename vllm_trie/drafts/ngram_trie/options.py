@@ -1,0 +1,56 @@
+"""Options of the method `ngram_trie`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vllm_trie.drafts.drafter import DrafterOptions
+from vllm_trie.drafts.ngrams import MAX_ORDER
+from vllm_trie.drafts.request_texts import INDEX_TOKENS
+
+
+class NgramTrieOptions(DrafterOptions):
+    """Options of `ngram_trie`."""
+
+    index_output: bool = Field(
+        default=True,
+        description="Draft from the output as it grows, not from the prompt alone.",
+    )
+    max_context_len: int = Field(
+        default=MAX_ORDER,
+        ge=1,
+        le=15,
+        description="Longest context of a prediction, in tokens.",
+    )
+    store_tokens: int = Field(
+        default=262_144,
+        ge=0,
+        le=1 << 28,
+        description="Tokens of finished requests' outputs to draft from, about 200 bytes each; the "
+        "least recently used go first, and requests share them within a cache_salt. 0: no store.",
+    )
+    index_tokens: int = Field(
+        default=INDEX_TOKENS,
+        ge=0,
+        le=1 << 30,
+        description="Tokens of running requests' texts that are indexed, about 200 bytes each; "
+        "text beyond that is not drafted from. Samples of one prompt (n) count it once.",
+    )
+    recycle: bool = Field(
+        default=True,
+        description="Also draft the tokens that the model ranked first at every point that it "
+        "computed, rejected nodes included. Requests share them within a cache_salt.",
+    )
+    recycle_contexts: int = Field(
+        default=262_144,
+        ge=1024,
+        le=1 << 26,
+        description="Contexts of one to three tokens that `recycle` keeps, 80 bytes each, of all "
+        "texts and of the answers to each prompt. Each cache_salt is sure of an equal share.",
+    )
+    corpus: str | None = Field(
+        default=None,
+        description="A file of `vllm-trie corpus synthesize` or `corpus build` with the model's "
+        "tokenizer, as a further source of drafts. The engine reads a file that is moved to its "
+        "place while it serves.",
+    )

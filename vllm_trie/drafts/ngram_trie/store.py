@@ -1,0 +1,181 @@
+"""The outputs of finished requests, to draft from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_trie.drafts.ngrams import NativeBackend, NativeIndex
+from vllm_trie.extras.memory import PROMPT_BYTES, StoredText, newest, salt_digest
+
+if TYPE_CHECKING:
+    from vllm_trie.extras.memory.replicas import Replicas
+
+_Key = tuple[bytes, int]
+"""Digest of a salt, and a text's number in its index."""
+PROMPT_TOKENS = 32
+"""Of a prompt's end that its fingerprint covers: a chat template's tail, and more."""
+
+
+def prompt_print(key: bytes, cache_salt: str | None, prompt: np.ndarray) -> bytes:
+    """Return the keyed hash of a prompt's last tokens and its salt."""
+    end = np.ascontiguousarray(prompt[-PROMPT_TOKENS:], dtype="<i4")
+    text = salt_digest(cache_salt) + end.tobytes()
+    return blake2b(text, digest_size=PROMPT_BYTES, key=key).digest()
+
+
+class RequestStore:
+    """The outputs of finished requests, up to a number of tokens.
+
+    Requests with different cache salts never see one another's text: each salt has its own index
+    (requests without a salt share one). The bound is over all salts together; the text that was
+    added or matched longest ago goes first, from its end on. Long texts come and go in parts: an
+    engine's step waits for each.
+
+    Salts are kept as digests, as in the file of a warm start. Of a prompt, its fingerprint is kept,
+    so that a request that repeats it finds the answer from the first token.
+
+    Memory: about 200 bytes a token (an n-gram node takes 52 bytes and 8 to 16 of hash table, and
+    text has 2 to 3 of them a token).
+    """
+
+    def __init__(self, backend: NativeBackend, max_order: int, max_tokens: int) -> None:
+        self._backend = backend
+        self._max_order = max_order
+        self._max_tokens = max_tokens
+        self._indexes: dict[bytes, NativeIndex] = {}
+        # By key, least recently used first.
+        self._texts: OrderedDict[_Key, StoredText] = OrderedDict()
+        self._answers: dict[bytes, _Key] = {}  # prompt -> key of its latest answer
+        self._digests: set[int] = set()  # of the texts, and of those that wait
+        self._waiting: deque[StoredText] = deque()
+        self._num_waiting = 0  # their tokens
+        # The text of which a part is indexed, its key and the size of the part; and that of which a
+        # part is left.
+        self._entering: tuple[StoredText, _Key, int] | None = None
+        self._leaving: tuple[_Key, int] | None = None
+        self.num_tokens = 0
+        self._replicas: Replicas | None = None
+
+    def index(self, cache_salt: str | None) -> NativeIndex | None:
+        """Return the index that requests with this salt draft from, None if it is empty."""
+        return self._indexes.get(salt_digest(cache_salt))
+
+    def add(self, cache_salt: str | None, token_ids: np.ndarray, prompt: bytes = b"") -> None:
+        """Let an output wait for :meth:`take_in`; of a text longer than the whole store, keep the
+        end.
+
+        Args:
+            cache_salt: Of the request.
+            token_ids: int32, the output; copied.
+            prompt: Fingerprint of the prompt, empty if it is not to be found by it.
+        """
+        text = StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :].copy(), prompt)
+        self._add(text)
+        if self._replicas is not None and len(token_ids):
+            self._replicas.publish(text)
+
+    def take_in(self, max_tokens: int) -> None:
+        """Index texts that wait, of the last one a part, and remove the oldest that no longer fit;
+        `max_tokens` of either at most."""
+        while max_tokens > 0 and (self._entering or self._waiting):
+            if self._entering is None:
+                text, number, size = self._waiting.popleft(), None, 0
+                self._num_waiting -= len(text.token_ids)
+            else:
+                text, (_, number), size = self._entering
+            part = text.token_ids[size : size + max_tokens]
+            self._make_room(len(part))
+            index = self._indexes.get(text.salt)
+            if index is None:
+                index = self._indexes[text.salt] = self._backend.new_index(self._max_order)
+            key = text.salt, index.add_text(part, number)
+            self.num_tokens += len(part)
+            max_tokens -= len(part)
+            size += len(part)
+            self._entering = text, key, size
+            if size == len(text.token_ids):
+                self._entering = None
+                self._texts[key] = text
+                if text.prompt:
+                    self._answers[text.prompt] = key
+
+    def listen(self, cache_salt: str | None) -> None:
+        """Hear what replicas publish for a salt."""
+        if self._replicas is not None:
+            self._replicas.listen(salt_digest(cache_salt))
+
+    def answer(self, cache_salt: str | None, prompt: bytes) -> int:
+        """Return the number of the latest answer to a prompt in the salt's index, -1 if none."""
+        salt, number = self._answers.get(prompt, (b"", -1))
+        return number if salt == salt_digest(cache_salt) else -1
+
+    def mark_used(self, cache_salt: str | None, text: int) -> None:
+        """Make this text the most recently used; texts that are gone are ignored."""
+        key = (salt_digest(cache_salt), text)
+        if key in self._texts:
+            self._texts.move_to_end(key)
+
+    def texts(self) -> list[StoredText]:
+        """Return all texts, least recently used first; their arrays never change."""
+        entering = [] if self._entering is None else [self._entering[0]]
+        return [*self._texts.values(), *entering, *self._waiting]  # an engine's step waits for it
+
+    def restore(self, texts: Sequence[StoredText]) -> None:
+        """Let texts of other engines wait, least recently used first; those that fit.
+
+        Those that the store has are left out: a file and replicas may hold the same.
+        """
+        fitting = newest(texts, self._max_tokens)
+        for text in [text for text in fitting if _digest(text) not in self._digests]:
+            self._add(text)
+
+    def share(self, replicas: Replicas) -> None:
+        """Publish outputs that are added from now on, and hear those of the salts in use."""
+        self._replicas = replicas
+
+    def clear(self) -> None:
+        """Forget all texts, also those that replicas have published."""
+        if self._replicas is not None:
+            self._replicas.forget()
+        for container in (self._indexes, self._texts, self._answers, self._digests, self._waiting):
+            container.clear()
+        self._entering = self._leaving = None
+        self.num_tokens = self._num_waiting = 0
+
+    def _add(self, text: StoredText) -> None:
+        if len(text.token_ids) == 0:
+            return
+        self._waiting.append(text)
+        self._digests.add(_digest(text))
+        self._num_waiting += len(text.token_ids)
+        while self._num_waiting > self._max_tokens:  # nobody drafts, so nobody takes them in
+            oldest = self._waiting.popleft()
+            self._digests.discard(_digest(oldest))
+            self._num_waiting -= len(oldest.token_ids)
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Remove the ends of the oldest texts until so many tokens fit."""
+        while (excess := self.num_tokens + num_tokens - self._max_tokens) > 0:
+            if self._leaving is None:
+                key, text = self._texts.popitem(last=False)
+                self._digests.discard(_digest(text))
+                if self._answers.get(text.prompt) == key:
+                    del self._answers[text.prompt]
+                self._leaving = key, len(text.token_ids)
+            key, size = self._leaving
+            removed = min(size, excess)
+            index = self._indexes[key[0]]
+            index.remove_text(key[1], removed)
+            self.num_tokens -= removed
+            self._leaving = (key, size - removed) if removed < size else None
+            if index.num_tokens == 0:
+                del self._indexes[key[0]]
+
+
+def _digest(text: StoredText) -> int:
+    return hash((text.salt, text.prompt, text.token_ids.tobytes()))

@@ -1,0 +1,17 @@
+"""N-grams of texts: the index, the blend of its contexts, and corpora in files."""
+
+from vllm_trie.drafts.ngrams.blend import Blend, Recycled, Source
+from vllm_trie.drafts.ngrams.job import Candidates, Job, Rows
+from vllm_trie.drafts.ngrams.native import MAX_ORDER, NativeBackend, NativeIndex
+
+__all__ = [
+    "MAX_ORDER",
+    "Blend",
+    "Candidates",
+    "Job",
+    "NativeBackend",
+    "NativeIndex",
+    "Recycled",
+    "Rows",
+    "Source",
+]

@@ -1,0 +1,246 @@
+"""The compiled n-gram index and drafting, and the Python types that stand for them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Sequence
+from ctypes import c_int64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_trie.drafts.ngrams.blend import Blend
+from vllm_trie.drafts.ngrams.job import Candidates, Draft, Job, Rows
+from vllm_trie.native import NativeLibrary
+from vllm_trie.tree import TokenTree
+
+CORE = Path(__file__).parent / "core"
+NODE_BYTES = 32
+"""Size of a node in memory and in a corpus file."""
+ROW_TOKENS = 8
+"""Likeliest tokens of a row of logits that are kept."""
+MAX_ORDER = 8
+"""Longest context that is looked up by default, in tokens."""
+_NONE = -1
+_ALL = 1 << 31
+LIBRARY = NativeLibrary("ngrams", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("*.hpp")))
+_PACK_BATCH = LIBRARY.layout("DraftBatch").pack
+_PACK_BLEND = LIBRARY.layout("Blend").pack
+_PACK_JOB = LIBRARY.layout("DraftJob").pack
+
+
+class NativeIndex:
+    """An index of texts in native memory, freed with the object."""
+
+    def __init__(self, max_order: int) -> None:
+        self._library = LIBRARY.functions
+        self.handle = self._library.ngram_index_new(max_order)
+        if not self.handle:
+            raise MemoryError("no memory for an n-gram index")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.ngram_index_free(self.handle)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._library.ngram_index_num_tokens(self.handle))
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self._library.ngram_index_num_nodes(self.handle))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.ngram_index_num_bytes(self.handle))
+
+    def add_text(self, token_ids: np.ndarray, text: int | None = None) -> int:
+        """Add a text of int32 tokens (negative ones separate), or append them to one; return its
+        number."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        number = self._library.ngram_index_add(
+            self.handle, _NONE if text is None else text, tokens.ctypes.data, len(tokens)
+        )
+        if number == _NONE:
+            raise MemoryError("no memory for the n-grams of a text")
+        return int(number)
+
+    def synchronize_prompt(self, token_ids: np.ndarray) -> None:
+        """Give text 0 these int32 tokens: append what is new."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        status = self._library.ngram_index_synchronize(self.handle, tokens.ctypes.data, len(tokens))
+        if status == _NONE:
+            raise MemoryError("no memory for the n-grams of a prompt")
+
+    def begin_branch(self, context: np.ndarray) -> int:
+        """Begin a text that continues text 0, which ends with int32 [at most `max_order`] tokens.
+
+        Its n-grams may begin there, and count from the next token on. Returns its number.
+        """
+        tokens = np.ascontiguousarray(context, dtype=np.int32)
+        text = self._library.ngram_index_branch(self.handle, tokens.ctypes.data, len(tokens))
+        if text == _NONE:
+            raise MemoryError("no memory for the n-grams of a text")
+        return int(text)
+
+    def remove_text(self, text: int, num_tokens: int = _ALL) -> None:
+        """Take a text out again, or its last tokens, to which none is added any more. No branch may
+        continue it."""
+        if self._library.ngram_index_remove(self.handle, text, num_tokens) == _NONE:
+            raise KeyError(f"the index holds no text {text}")
+
+    def arrays(self) -> tuple[bytes, bytes]:
+        """Return copies of the node array and of the hash table."""
+        described = (c_int64 * 4)()
+        self._library.ngram_index_arrays(self.handle, described)
+        nodes, num_nodes, table, table_size = described
+        return (
+            ctypes.string_at(nodes, num_nodes * NODE_BYTES),
+            ctypes.string_at(table, table_size * 4),
+        )
+
+
+class NativeCorpus:
+    """A read-only index over arrays that live elsewhere, in the copy of a file."""
+
+    def __init__(
+        self,
+        nodes: np.ndarray,
+        table: np.ndarray,
+        tokens: np.ndarray,
+        max_order: int,
+        vocab_size: int,
+    ) -> None:
+        """Open an index.
+
+        Args:
+            nodes: uint8 [n * NODE_BYTES].
+            table: int32, its size a power of two.
+            tokens: int32.
+
+        Raises:
+            ValueError: The arrays are not those of an index.
+        """
+        self._library = LIBRARY.functions
+        self._arrays = (nodes, table, tokens)
+        self.handle = self._library.ngram_corpus_open(
+            *(nodes.ctypes.data, len(nodes) // NODE_BYTES),
+            *(table.ctypes.data, len(table)),
+            *(tokens.ctypes.data, len(tokens)),
+            *(max_order, vocab_size),
+        )
+        if not self.handle:
+            raise ValueError("the arrays do not form an n-gram index")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.ngram_corpus_close(self.handle)
+
+
+class NativeRecycled:
+    """A table of what a model held likely, in native memory, freed with the object.
+
+    Args:
+        max_contexts: Its room, CONTEXT_BYTES each and not less than `max_scopes`.
+        max_scopes: Scopes are in [0, max_scopes).
+    """
+
+    def __init__(self, max_contexts: int, max_scopes: int) -> None:
+        self._library = LIBRARY.functions
+        self.handle = self._library.recycled_new(max_contexts, max_scopes, os.urandom(16))
+        if not self.handle:
+            raise MemoryError(f"no memory for {max_contexts} recycled contexts")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.recycled_free(self.handle)
+
+    def forget(self, scope: int) -> None:
+        """Remove the contexts of a scope."""
+        self._library.recycled_forget(self.handle, scope)
+
+
+def draft_batch(
+    jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
+) -> list[Draft]:
+    """Draft for every job in one native call; updates the jobs' own indexes.
+
+    Args:
+        jobs: Of the batch.
+        blend: Made by :func:`pack_blend`, for greedy requests and then for sampled ones.
+        candidates: Of heads, for each job.
+
+    Raises:
+        MemoryError: There is no memory to draft a tree.
+    """
+    parts: list[Any] = [b"", blend]
+    stride = max((job.max_nodes for job in jobs), default=0)
+    for job in jobs:
+        own_text, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
+        recycled, logits_rows, scope, first, text, answer, output_begin, *of_request = job[9:]
+        packed = _PACK_JOB(
+            0 if own_text is None else own_text.handle,
+            0 if store is None else store.handle,
+            0 if corpus is None else corpus.handle,
+            *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
+            *(0 if recycled is None else recycled.handle, *_packed_rows(logits_rows)),
+            *(scope, text, answer, output_begin, *of_request),
+        )
+        parts += (packed, tokens)
+    predicted = (0, 0, 0, 0)
+    if candidates is not None:
+        predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
+    parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
+    rows = np.empty((len(jobs), 2 + 3 * max(stride, 0)), dtype=np.int32)
+    if LIBRARY.functions.ngram_draft(b"".join(parts), rows.ctypes.data) == _NONE:
+        raise MemoryError("no memory to draft a tree")
+    return [
+        Draft(
+            TokenTree(
+                row[2 : 2 + size],
+                row[2 + stride : 2 + stride + size],
+                row[2 + 2 * stride : 2 + 2 * stride + size].view(np.float32),
+            )
+            if size > 0
+            else TokenTree.empty(),
+            used_text,
+        )
+        for row, size, used_text in zip(rows, *rows[:, :2].T.tolist(), strict=True)
+    ]
+
+
+def _packed_rows(rows: Rows | None) -> tuple[int, ...]:
+    if rows is None:
+        return (0, 0, 0, 0, 0, 0, _NONE)
+    *arrays, accepted = rows
+    last = accepted[-1] if accepted else _NONE
+    return (*(a.ctypes.data for a in arrays), len(rows.nodes), len(accepted), last)
+
+
+def pack_blend(blend: Blend) -> bytes:
+    """Return the parameters as compiled code reads them."""
+    fields = (field if isinstance(field, tuple) else (field,) for field in blend)
+    return _PACK_BLEND(*itertools.chain(*fields))
+
+
+class NativeBackend:
+    """Makes indexes, and drafts from them with the parameters of a blend.
+
+    Args:
+        blend: Of all requests.
+        sampled: In its place for sampled ones.
+    """
+
+    def __init__(self, blend: Blend, sampled: Blend | None = None) -> None:
+        LIBRARY.load()  # fails here, at the start, if it cannot be used
+        self._blend = pack_blend(blend) + pack_blend(sampled or blend)
+
+    def new_index(self, max_order: int) -> NativeIndex:
+        return NativeIndex(max_order)
+
+    def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
+        """Draft for every job; updates the jobs\' own indexes."""
+        return draft_batch(jobs, self._blend, candidates)

@@ -1,0 +1,1 @@
+"""Features beside drafts and searches, a folder each."""

@@ -1,0 +1,1 @@
+"""Beams that the device chooses before the host knows of them."""

@@ -1,0 +1,1 @@
+"""Corpora: files of texts that `ngram_trie` drafts from."""

@@ -1,0 +1,1 @@
+"""Checks of a device at the start of an engine, before it serves."""

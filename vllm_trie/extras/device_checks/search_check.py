@@ -1,0 +1,274 @@
+"""A few native beam searches on a GPU, before an engine serves.
+
+Searches ran on one device, an H200. Those of several widths therefore run through the whole engine,
+across two KV blocks and beside ordinary requests, and every hypothesis is computed again as a
+prompt, in one go. The same search without its copies of KV must fail that
+comparison. An engine whose searches raise or are wrong serves with vLLM's own beam search.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_trie.hooks.ledger.record import of_beams
+from vllm_trie.hooks.start.limits import is_cuda
+from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, SearchAnswer, internal_params, packed
+from vllm_trie.searches import BeamOptions
+from vllm_trie.searches.engine.beam_support import beam_slots, min_blocks, reason_off
+from vllm_trie.searches.engine.scheduler.beam_scheduler import TrieBeamScheduler
+from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
+from vllm_trie.searches.engine.scheduler.tables import num_blocks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
+
+logger = init_logger(__name__)
+
+_WIDTHS = (2, 9, 64)
+"""The last one is as wide as the engine allows, if that is less."""
+_NUM_ORDINARY = 4
+BLIND = "the check does not see missing copies of KV"
+"""What it says where hypotheses are right without copies, as those that never part in a block."""
+_MAX_STEPS = 10_000
+"""Of a check; a search that does not end by then never does."""
+
+_core = of_beams("v1.engine.core:")
+
+
+def _allowed_difference(ordinary: float) -> float:
+    """Return by how much a log-probability may differ from that of the same token in a prompt.
+
+    Args:
+        ordinary: The difference that ordinary requests show.
+    """
+    return max(2e-3, 4.0 * ordinary)  # float32 kernels differ by less than the former
+
+
+def has_random_weights(vllm_config: VllmConfig) -> bool:
+    """Return whether the model's weights are random: all its tokens are about as likely."""
+    return vllm_config.load_config.load_format == "dummy"
+
+
+@_core.wraps("EngineCore.__init__", "checks searches on a GPU before it serves")
+def engine_core_init(
+    original: Callable[..., None], self: EngineCore, *args: object, **kwargs: object
+) -> None:
+    """Make the engine, and switch native searches off if they fail their check."""
+    original(self, *args, **kwargs)
+    scheduler = self.scheduler
+    if not isinstance(scheduler, TrieBeamScheduler) or scheduler.beam_off is not None:
+        return
+    if not is_cuda() or self.vllm_config.parallel_config.data_parallel_size > 1:
+        return
+    start = time.perf_counter()
+    reason = reason_against_searches(self)
+    if reason is None and has_random_weights(self.vllm_config):
+        logger.warning(
+            "Native beam search is on, and its results were not checked: the weights are random "
+            "(load_format='dummy'), so that wrong searches look like right ones"
+        )
+    elif reason is None:
+        logger.info("Native beam search passed its check in %.1f s", time.perf_counter() - start)
+    else:
+        scheduler.switch_off(reason)
+
+
+@_core.wraps("EngineCoreProc._make_ready_response", "tells the front end why searches are off")
+def ready_response(
+    original: Callable[..., EngineCoreReadyResponse], self: EngineCore
+) -> EngineCoreReadyResponse:
+    """Add why the engine has no native beam search."""
+    response = original(self)
+    return ReadyResponse(**vars(response), beams_off=reason_off(self.vllm_config))
+
+
+class _Text(NamedTuple):
+    """Tokens that the engine has generated behind a prompt.
+
+    Attributes:
+        logprobs: float [tokens].
+        score: Their mean, as a search has it.
+    """
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: np.ndarray
+    score: float
+
+
+def reason_against_searches(core: EngineCore) -> str | None:
+    """Return why the engine must serve without native searches, None if it need not.
+
+    Args:
+        core: Without requests.
+    """
+    try:
+        return _Check(core).reason()
+    except Exception as error:
+        logger.exception("The check of native beam search failed")
+        core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        if core.batch_queue is not None:
+            core.batch_queue.clear()
+        core.step_fn()  # tells the workers
+        return f"{type(error).__name__}: {error}"
+    finally:
+        core.reset_prefix_cache()
+
+
+class _Check:
+    """The searches, and what their hypotheses are compared with."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        scheduler: Any = core.scheduler
+        block_size, max_len = scheduler.block_size, scheduler.max_model_len
+        self._prompt_len = max(1, min(block_size - 3, max_len // 3))
+        self._num_tokens = min(block_size + 8, max_len - self._prompt_len - 1)
+        slots = beam_slots(core.vllm_config)
+        blocks = num_blocks(scheduler.kv_cache_manager)
+        self._widths = [
+            width
+            for width in sorted({min(width, slots) for width in _WIDTHS})
+            if width > 1
+            and min_blocks(self._prompt_len, width, self._num_tokens, block_size) <= blocks
+        ]
+        self._is_random = has_random_weights(core.vllm_config)
+        self._vocab_size = core.vllm_config.model_config.get_vocab_size()
+        self._random = np.random.default_rng(0)
+        self._ids = (f"_vllm_trie_check_{number}" for number in itertools.count())
+
+    def reason(self) -> str | None:
+        """Return what is wrong, None if nothing is."""
+        if self._num_tokens < 2 or not self._widths:
+            return "the engine has no room for a search that could be checked"
+        width = self._widths[len(self._widths) // 2]
+        prompt = self._prompt()
+        ordinary = [self._request(self._prompt()) for _ in range(_NUM_ORDINARY)]
+        searches = [self._request(self._prompt(), width) for width in self._widths]
+        # With the best of each beam among its log-probabilities, the scheduler chooses, not the
+        # device; nothing else differs.
+        twins = [self._request(prompt, width, logprobs) for logprobs in (0, 1)]
+        texts = self._run([*ordinary, *searches, *twins])
+        hypotheses = [text for request in (*searches, *twins) for text in texts[request]]
+        ordinary_difference = max(self._differences([texts[r][0] for r in ordinary]))
+        allowed = _allowed_difference(ordinary_difference)
+        worst = float(np.max(self._differences(hypotheses)))  # NaN where one is
+        if not worst <= allowed:
+            return (
+                f"log-probabilities of a hypothesis differ by {worst:.2g} a token from those of "
+                f"the same tokens as a prompt, allowed is {allowed:.2g}"
+            )
+        first, second = (texts[request][0].score for request in twins)
+        if not abs(first - second) <= allowed:
+            return f"the device finds a best hypothesis of score {first}, the scheduler {second}"
+        with _without_copies(self._core.scheduler):
+            broken = self._request(self._prompt(), width, logprobs=1)
+            worst = max(self._differences(self._run([broken])[broken]))
+        if worst <= allowed and not self._is_random:
+            return BLIND
+        return None
+
+    def _prompt(self) -> list[int]:
+        tokens: list[int] = self._random.integers(self._vocab_size, size=self._prompt_len).tolist()
+        return tokens
+
+    def _request(self, prompt: list[int], width: int | None = None, logprobs: int = 0) -> Request:
+        """Return a search, or an ordinary request if `width` is None."""
+        params = internal_params(self._num_tokens, logprobs=logprobs)
+        if width is not None:
+            search = {"n": width, "options": packed(BeamOptions(beam_width=width))}
+            params.extra_args = {SPEC_KEY: search}
+        return self._new(prompt, params)
+
+    def _new(self, prompt: list[int], params: SamplingParams) -> Request:
+        hasher = self._core.request_block_hasher
+        return Request(next(self._ids), prompt, params, None, block_hasher=hasher)
+
+    def _run(self, requests: Sequence[Request]) -> dict[Request, list[_Text]]:
+        """Run requests to their end; return what they generated, a search its hypotheses."""
+        return {
+            request: _texts(request, outputs)
+            for request, outputs in zip(requests, self._outputs(requests), strict=True)
+        }
+
+    def _outputs(self, requests: Sequence[Request]) -> list[list[EngineCoreOutput]]:
+        core = self._core
+        for request in requests:
+            core.add_request(request)
+        outputs: dict[str, list[EngineCoreOutput]] = {each.request_id: [] for each in requests}
+        for _ in range(_MAX_STEPS):
+            if not (core.scheduler.has_requests() or core.batch_queue):
+                break
+            of_clients, executed = core.step_fn()
+            core.post_step(executed)
+            for of_client in (of_clients or {}).values():
+                for output in of_client.outputs:
+                    outputs[output.request_id].append(output)
+        else:
+            raise RuntimeError(f"searches that do not end in {_MAX_STEPS} steps")
+        for of_request in outputs.values():
+            if of_request[-1].finish_reason == FinishReason.ERROR:
+                raise RuntimeError("a search failed, see the lines above")
+        return [*outputs.values()]
+
+    def _differences(self, texts: Sequence[_Text]) -> list[float]:
+        """Return by how much a token's log-probability differs from that of the same token as a
+        part of a prompt, in the mean of a text or in its score."""
+        params = internal_params(1, prompt_logprobs=0)
+        prompts = [self._new([*text.prompt, *text.token_ids], params) for text in texts]
+        differences = []
+        for text, outputs in zip(texts, self._outputs(prompts), strict=True):
+            of_prompt = next(o.new_prompt_logprobs_tensors for o in outputs)
+            assert of_prompt is not None
+            expected = of_prompt.logprobs[-len(text.token_ids) :, 0].numpy()
+            of_logprobs = np.abs(text.logprobs - expected).mean()
+            differences.append(float(np.maximum(of_logprobs, abs(text.score - expected.mean()))))
+        return differences
+
+
+def _texts(request: Request, outputs: Sequence[EngineCoreOutput]) -> list[_Text]:
+    """Return what a request has generated; of a search its hypotheses, best first."""
+    prompt = request.prompt_token_ids or []
+    token_ids = [token for output in outputs for token in output.new_token_ids]
+    answer: SearchAnswer | None = (getattr(outputs[-1], RESULT_FIELD) or {}).get(SPEC_KEY)
+    if answer is None:
+        parts = [output.new_logprobs.logprobs[:, 0] for output in outputs if output.new_logprobs]
+        ordinary = np.concatenate(parts)
+        return [_Text(prompt, token_ids, ordinary, float(ordinary.mean()))]
+    assert answer.logprobs is not None
+    logprobs = np.frombuffer(answer.logprobs[1], dtype=np.float32).reshape(len(token_ids), -1)
+    texts, start = [], 0
+    for hypothesis in answer.hypotheses:
+        part = slice(start, start + hypothesis.num_tokens)
+        texts.append(_Text(prompt, token_ids[part], logprobs[part, 0], hypothesis.beam["score"]))
+        start += hypothesis.num_tokens
+    return texts
+
+
+@contextmanager
+def _without_copies(scheduler: Any) -> Iterator[None]:
+    """Have the worker copy no KV for the searches of a scheduler."""
+    schedule = scheduler.schedule
+
+    def without_copies(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        output: SchedulerOutput = schedule(*args, **kwargs)
+        output.kv_cache_block_copies = None
+        return output
+
+    scheduler.schedule = without_copies
+    try:
+        yield
+    finally:
+        del scheduler.schedule

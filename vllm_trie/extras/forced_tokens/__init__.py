@@ -1,0 +1,1 @@
+"""Text that a grammar forces, as drafts."""

@@ -1,0 +1,190 @@
+"""Business rules: the part of a catalogue that one request may generate.
+
+An item is valid if an allow-list has it, or there is none, and no deny-list has it. A node may be
+entered if a valid item ends at it or below, so no hypothesis reaches a dead end.
+
+Rules are few and tries large, so nothing of a trie's size is made. Nodes on the paths to what the
+rules name have a line each in a table. Any other node is wholly inside or wholly outside of each
+named subtree. The descendants of a node are consecutive at each level; named subtrees are therefore
+intervals of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_trie.extras.items.trie import ROOT, Children, ItemId, ItemTrie
+
+
+class Rules(NamedTuple):
+    """What a request allows and denies; what the catalogue does not have, matches nothing.
+
+    Attributes:
+        allow_items: Ids; None together with `allow_prefixes`: all items.
+        allow_prefixes: Beginnings of items.
+        deny_items: Ids.
+        deny_prefixes: Beginnings of items.
+    """
+
+    allow_items: Sequence[ItemId] | None = None
+    allow_prefixes: Sequence[Sequence[int]] | None = None
+    deny_items: Sequence[ItemId] = ()
+    deny_prefixes: Sequence[Sequence[int]] = ()
+
+    @property
+    def restrict(self) -> bool:
+        """Whether anything is not allowed."""
+        given = self.allow_items is not None or self.allow_prefixes is not None
+        return given or bool(self.deny_items or self.deny_prefixes)
+
+
+class Selection(NamedTuple):
+    """The valid part of a trie.
+
+    Attributes:
+        bounds: int64 [2 * k], ascending; nodes in ``bounds[0] .. bounds[1]`` and so on are valid
+            with all that is below them, unless `nodes` has them.
+        nodes: int32 [m], ascending; nodes at which something named by the rules ends or begins.
+        ends: bool [m], whether an item that ends at the node is valid.
+        goes_on: bool [m], whether there are valid items below the node.
+    """
+
+    bounds: np.ndarray
+    nodes: np.ndarray
+    ends: np.ndarray
+    goes_on: np.ndarray
+
+
+class SelectedTrie:
+    """The view of a trie through a selection, with the methods that a search needs."""
+
+    def __init__(self, trie: ItemTrie, selection: Selection) -> None:
+        self.trie = trie
+        self.selection = selection
+        self.tokens = trie.tokens
+        self.weight_range = trie.weight_range
+
+    def children(self, nodes: np.ndarray) -> Children:
+        """Return the children of int [n] nodes that may be entered."""
+        children = self.trie.children(nodes)
+        ends, goes_on = self._lookup(children.nodes)
+        kept = ends | goes_on
+        return children if kept.all() else Children(*(array[kept] for array in children))
+
+    def num_children(self, nodes: np.ndarray) -> np.ndarray:
+        """Return int [n], the number of children of int [n] nodes that may be entered."""
+        return np.bincount(self.children(nodes).parents, minlength=len(nodes))
+
+    def has_children(self, nodes: np.ndarray) -> np.ndarray:
+        """Return bool[...], whether valid items go on after int[...] nodes."""
+        return np.asarray(self._lookup(nodes)[1] & self.trie.has_children(nodes))
+
+    def is_terminal(self, nodes: np.ndarray) -> np.ndarray:
+        """Return bool[...], whether a valid item ends at int[...] nodes."""
+        return np.asarray(self._lookup(nodes)[0] & self.trie.is_terminal(nodes))
+
+    def find(self, token_ids: np.ndarray) -> int | None:
+        """Return the node at the end of a path from the root, None if it leaves the trie."""
+        return self.trie.find(token_ids)
+
+    def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
+        """Return the ids of the items that end at int [n] nodes."""
+        return self.trie.item_ids(nodes)
+
+    def item_weights(self, nodes: np.ndarray) -> np.ndarray:
+        """Return float32[...], the weights of the items that end at int[...] nodes."""
+        return self.trie.item_weights(nodes)
+
+    def _lookup(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return bool[...] twice: items may end at the nodes, or below, if the trie has them."""
+        selection = self.selection
+        inside = np.searchsorted(selection.bounds, nodes, side="right") % 2 == 1
+        ends, goes_on = inside, inside.copy()
+        if len(selection.nodes):
+            sought = np.asarray(nodes, dtype=selection.nodes.dtype)
+            places = np.minimum(np.searchsorted(selection.nodes, sought), len(selection.nodes) - 1)
+            listed = selection.nodes[places] == sought
+            ends = np.where(listed, selection.ends[places], ends)
+            goes_on = np.where(listed, selection.goes_on[places], goes_on)
+        return ends, goes_on
+
+
+def view(trie: ItemTrie, selection: Selection | None) -> ItemTrie | SelectedTrie:
+    """Return a trie through a selection; None selects all of it."""
+    return trie if selection is None else SelectedTrie(trie, selection)
+
+
+def select(trie: ItemTrie, rules: Rules) -> Selection:
+    """Return the valid part of a trie; the work depends on the rules, not on the trie's size."""
+    everything = rules.allow_items is None and rules.allow_prefixes is None
+    allowed = trie.find_ids(rules.allow_items or ())
+    allowed_tops = trie.find_all([()] if everything else rules.allow_prefixes or ())
+    denied = trie.find_ids(rules.deny_items)
+    denied_tops = trie.find_all(rules.deny_prefixes)
+
+    nodes, parents = _with_ancestors(trie, [allowed, allowed_tops, denied, denied_tops])
+    in_allowed, in_denied = np.isin(nodes, allowed_tops), np.isin(nodes, denied_tops)
+    levels = _levels(trie, nodes)
+    for level in levels[1:]:
+        in_allowed[level] |= in_allowed[parents[level]]
+        in_denied[level] |= in_denied[parents[level]]
+    ends = (in_allowed | np.isin(nodes, allowed)) & ~in_denied & ~np.isin(nodes, denied)
+    ends &= trie.is_terminal(nodes)
+    # A child that is not among the nodes has nothing named below it: it is as its parent is.
+    num_children = trie.first_child[nodes + 1] - trie.first_child[nodes]
+    others = num_children > np.bincount(parents[1:], minlength=len(nodes))
+    goes_on = in_allowed & ~in_denied & others
+    for level in levels[:0:-1]:
+        live = (ends | goes_on)[level]
+        goes_on[parents[level][live]] = True
+    return Selection(_bounds(trie, allowed_tops, denied_tops), nodes, ends, goes_on)
+
+
+def _with_ancestors(trie: ItemTrie, named: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the root, nodes and all their ancestors, ascending, and the places of their parents.
+
+    The root's parent is the root.
+    """
+    nodes = np.unique(np.concatenate([*named, [ROOT]])).astype(np.int32)
+    new = nodes
+    while len(new := new[new != ROOT]):
+        new = np.setdiff1d(trie.parents(new), nodes)
+        nodes = np.union1d(nodes, new)
+    parents = np.zeros(len(nodes), dtype=np.int64)
+    parents[1:] = np.searchsorted(nodes, trie.parents(nodes[1:]))
+    return nodes, parents
+
+
+def _levels(trie: ItemTrie, nodes: np.ndarray) -> list[slice]:
+    """Return the slices of ascending nodes that have depth 0, 1, and so on."""
+    places, start = [0, 1], 1
+    while places[-1] < len(nodes):
+        start = int(trie.first_child[start])  # of the next level
+        places.append(int(np.searchsorted(nodes, start)))
+    return [slice(*pair) for pair in pairwise(places)]
+
+
+def _bounds(trie: ItemTrie, allowed: np.ndarray, denied: np.ndarray) -> np.ndarray:
+    """Return the intervals of nodes in the subtrees of `allowed` and not in those of `denied`."""
+    every, changes = [], []
+    for kind, tops in enumerate((allowed, denied)):
+        low, high = tops.astype(np.int64), tops.astype(np.int64) + 1
+        while len(low):
+            every += [low, high]
+            for change in (1, -1):
+                changes.append(np.zeros((len(low), 2), dtype=np.int64))
+                changes[-1][:, kind] = change
+            low, high = trie.first_child[low].astype(np.int64), trie.first_child[high]
+            low, high = low[low < high], high[low < high].astype(np.int64)
+    if not every:
+        return np.empty(0, dtype=np.int64)
+    points, place = np.unique(np.concatenate(every), return_inverse=True)
+    depth = np.zeros((len(points), 2), dtype=np.int64)
+    np.add.at(depth, place, np.concatenate(changes))
+    depth = depth.cumsum(axis=0)
+    inside = (depth[:, 0] > 0) & (depth[:, 1] == 0)
+    return np.asarray(points[np.diff(inside, prepend=False)])

@@ -1,0 +1,1 @@
+"""Predicted outputs: the answer as the client expects it, as a draft."""

@@ -1,0 +1,1 @@
+"""Traces of requests: their steps and trees, as a file."""

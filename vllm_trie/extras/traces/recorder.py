@@ -1,0 +1,215 @@
+"""Traces of the requests that ask for one, as files in the operator's folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from vllm.logger import init_logger
+
+from vllm_trie.drafts.engine.draft_requests import ends_with
+from vllm_trie.extras.traces.trace_file import Header, NoDraft, Step, TraceWriter
+from vllm_trie.hooks.wire import TRACE
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+
+    from vllm_trie.drafts import Drafter, DrafterContext
+    from vllm_trie.hooks.start.config import TreeConfig
+    from vllm_trie.tree import TokenTree
+
+logger = init_logger(__name__)
+
+SUFFIX = ".trace.jsonl"
+MAX_FILES = 1000
+"""Traces in the folder; beyond it requests are decoded untraced."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A request that is being recorded.
+
+    Attributes:
+        parts, no_draft: Of its next step, see :class:`Step`.
+    """
+
+    file: BinaryIO
+    writer: TraceWriter
+    params: SamplingParams
+    last_time: float
+    num_output_tokens: int = 0
+    parts: Sequence[int] = ()
+    no_draft: NoDraft = "prefill"
+
+
+class TraceRecorder:
+    """Writes a file for each request that asks for its trace.
+
+    A fault, of the disk or in what is recorded, ends the trace and never the request.
+
+    Args:
+        folder: Exists, writable.
+        tree_config: The engine's speculation.
+        drafter: Of this rank.
+    """
+
+    def __init__(self, folder: Path, tree_config: TreeConfig, drafter: Drafter) -> None:
+        self._folder = folder
+        self._method = tree_config.method
+        self._options = _options(tree_config, drafter.context)
+        self._drafter = drafter
+        self._followed: dict[str, _Followed] = {}
+
+    def begin(self, requests: Iterable[NewRequestData]) -> None:
+        """Follow those of the requests that are new and ask for a trace."""
+        num_files: int | None = None
+        for request in requests:
+            params = request.sampling_params
+            if params is None or not (params.extra_args or {}).get(TRACE):
+                continue
+            if request.req_id in self._followed:  # preempted, and starting again
+                continue
+            try:
+                if num_files is None:  # once a step, however many samples a request has
+                    num_files = self._num_files()
+                self._followed[request.req_id] = self._follow(request, params, num_files)
+                num_files += 1
+            except Exception as error:
+                logger.warning("vllm-trie: no trace of request %s: %s", request.req_id, error)
+
+    def record(
+        self,
+        request_ids: Sequence[str],
+        trees: Sequence[TokenTree],
+        accepted: Sequence[Sequence[int]],
+        new_tokens: Sequence[Sequence[int]],
+    ) -> None:
+        """Write a step of each followed request that got tokens.
+
+        Args:
+            request_ids: Of the batch.
+            trees, accepted, new_tokens: Of each request of the batch; the second are node indices.
+        """
+        if not self._followed:
+            return
+        now = time.perf_counter()
+        for request_id, tree, path, sampled in zip(
+            request_ids, trees, accepted, new_tokens, strict=True
+        ):
+            followed = self._followed.get(request_id)
+            if followed is None or not (tokens := _before_stop(followed, sampled)):
+                continue
+            try:
+                seconds = now - followed.last_time
+                step = Step.of(tree, path, tokens, seconds, followed.parts, followed.no_draft)
+                followed.writer.add(step)
+            except (OSError, ValueError) as error:
+                self._give_up(request_id, error)
+            followed.last_time = now
+            followed.num_output_tokens += len(tokens)
+            followed.parts, followed.no_draft = (), "pause"  # where no draft follows
+
+    def observe_drafts(
+        self,
+        request_ids: Sequence[str],
+        drafts: Mapping[str, tuple[TokenTree, TokenTree]],
+        has_failed: Callable[[str], bool],
+    ) -> None:
+        """Take in where the drafts of the next step are from, and why there are none.
+
+        Args:
+            request_ids: Of the batch.
+            drafts: The tree as it was proposed and as it is to be verified, by request id.
+            has_failed: Whether the drafter failed for a request.
+        """
+        if not self._followed:
+            return
+        for request_id in request_ids:
+            followed = self._followed.get(request_id)
+            if followed is None or followed.no_draft == "prefill":  # of more chunks
+                continue
+            if request_id not in drafts:
+                followed.no_draft = "limit"
+                continue
+            proposed, tree = drafts[request_id]
+            if tree.num_nodes:
+                followed.no_draft = "dropped"
+                try:
+                    followed.parts = self._drafter.parts_of(request_id, tree)
+                except Exception as error:
+                    self._give_up(request_id, error)
+            elif has_failed(request_id):
+                followed.no_draft = "failed"
+            else:
+                followed.no_draft = "budget" if proposed.num_nodes else "unknown"
+
+    def end(self, request_id: str) -> None:
+        """Complete the file of a request that has ended."""
+        followed = self._followed.get(request_id)
+        if followed is None:
+            return
+        try:
+            followed.writer.finish()
+            followed.file.close()
+        except OSError as error:
+            self._give_up(request_id, error)
+        self._followed.pop(request_id, None)
+
+    def _num_files(self) -> int:
+        with os.scandir(self._folder) as entries:
+            return sum(entry.name.endswith(SUFFIX) for entry in entries)
+
+    def _follow(self, request: NewRequestData, params: SamplingParams, num_files: int) -> _Followed:
+        if num_files >= MAX_FILES:
+            raise OSError(f"trace_path={str(self._folder)!r} has {MAX_FILES} traces; remove some")
+        header = Header.of(
+            request.req_id,
+            self._method,
+            self._drafter.context.model,
+            self._drafter.context.tokenizer or self._drafter.context.model,
+            request.prompt_token_ids or [],
+            self._options,
+            self._drafter.part_names,
+        )
+        name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        path = self._folder / f"{name}{SUFFIX}"
+        descriptor = os.open(path, flags, 0o600)
+        # Unbuffered: the file of a process that is killed has each step up to its last.
+        file = os.fdopen(descriptor, "wb", buffering=0)
+        try:
+            writer = TraceWriter(file, header)
+        except Exception:
+            file.close()
+            path.unlink()
+            raise
+        return _Followed(file, writer, params, time.perf_counter())
+
+    def _give_up(self, request_id: str, error: Exception) -> None:
+        logger.warning("vllm-trie: the trace of request %s ends: %s", request_id, error)
+        with suppress(OSError):
+            self._followed.pop(request_id).file.close()
+
+
+def _options(tree_config: TreeConfig, context: DrafterContext) -> dict[str, Any]:
+    """Return the options that differ from their defaults, and the nodes; no place, nor password."""
+    options = {"num_speculative_tokens": context.num_nodes}
+    places = {"trace_path", "store_path", "store"}
+    for given in (tree_config.drafter_options, tree_config.engine_options):
+        options |= given.model_dump(mode="json", exclude_defaults=True, exclude=places)
+    return options
+
+
+def _before_stop(followed: _Followed, tokens: Sequence[int]) -> Sequence[int]:
+    """Return the tokens up to the one after which the scheduler ends the request."""
+    for place, token in enumerate(tokens, 1):
+        if ends_with(followed.params, token, followed.num_output_tokens + place):
+            return tokens[:place]
+    return tokens

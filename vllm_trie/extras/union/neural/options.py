@@ -1,0 +1,34 @@
+"""Options of a trained drafter in a union."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import Field, model_validator
+
+from vllm_trie.drafts.drafter import DrafterOptions
+
+NeuralMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
+NEURAL_METHODS: tuple[str, ...] = get_args(NeuralMethod)
+"""Methods of vLLM that draft with weights and a KV cache of their own, and that a union takes."""
+
+
+class NeuralOptions(DrafterOptions):
+    """A trained drafter as an entry of a union's `drafters`."""
+
+    method: NeuralMethod = Field(description="vLLM's name of the method.")
+    model: str | None = Field(
+        default=None,
+        description="Folder or name of the checkpoint; 'mtp' takes the model's own if left out.",
+    )
+    num_speculative_tokens: int = Field(
+        default=4, ge=1, le=16, description="Length of its chain, in forward passes of the drafter."
+    )
+
+    @model_validator(mode="after")
+    def _check_model(self) -> NeuralOptions:
+        if self.model is None and self.method != "mtp":
+            raise ValueError(
+                f"{{'method': {self.method!r}}} needs 'model', the folder or name of its checkpoint"
+            )
+        return self

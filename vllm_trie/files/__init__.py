@@ -1,0 +1,1 @@
+"""Data files: framed with a checksum, sealed in memory, watched for changes."""

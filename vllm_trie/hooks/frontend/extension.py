@@ -1,0 +1,198 @@
+"""Replacements of vLLM's functions through which requests and searches pass in the front end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_trie.extras.predictions.request import with_packed
+from vllm_trie.hooks.frontend.extra_args import check_speculation, refusing_what_fails
+from vllm_trie.hooks.ledger.record import SEARCH, UPSTREAM, Result, Symbols, of_beams
+from vllm_trie.hooks.start import config
+from vllm_trie.hooks.start.limits import switched_off
+from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, extra_args_of
+from vllm_trie.searches.engine.beam_support import switch_off
+from vllm_trie.searches.engine.frontend.beam_api import search_offline, search_online
+from vllm_trie.searches.engine.frontend.requests import (
+    check_api_request,
+    check_processed,
+    prepare_request,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import BeamSearchParams, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.core_client import MPClient
+    from vllm.v1.engine.input_processor import InputProcessor
+
+
+_processor = Symbols(
+    "v1.engine.input_processor:InputProcessor.", "requests can opt out of speculation"
+)
+_samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=False)
+"""Whether the engine of the request that is being checked samples as without speculation."""
+
+
+@_processor.wraps(
+    "process_inputs",
+    "checks extra_args['speculation'] where a bad value is an error of one request",
+)
+def process_speculation(
+    original: Callable[..., Result],
+    self: InputProcessor,
+    request_id: str,
+    prompt: object,
+    params: object,
+    *args: object,
+    **kwargs: object,
+) -> Result:
+    with refusing_what_fails():
+        check_speculation(self.vllm_config, params)
+        params = with_packed(self.vllm_config, params, self.tokenizer)
+        token = _samples_as_plain.set(_walks_trees(self.vllm_config))
+    try:
+        return original(self, request_id, prompt, params, *args, **kwargs)
+    finally:
+        _samples_as_plain.reset(token)
+
+
+def _walks_trees(vllm_config: VllmConfig) -> bool:
+    return config.read(vllm_config) is not None and config.verification(vllm_config) == "tree"
+
+
+@Symbols("sampling_params:SamplingParams.").wraps(
+    "_validate_spec_decode",
+    "min_p and logit_bias are exact where trees verify",
+    until="vLLM's rejection sampler applies logits processors",
+)
+def validate_spec_decode(
+    original: Callable[..., None], self: SamplingParams, speculative_config: object
+) -> None:
+    """Allow ``min_p`` and ``logit_bias`` where trees verify drafts.
+
+    vLLM's rejection sampler does not apply them. A walk down a tree calls vLLM's own sampler with
+    the whole batch, as without speculation.
+    """
+    if not _samples_as_plain.get():
+        original(self, speculative_config)
+
+
+@_processor.wraps(
+    "process_inputs",
+    "checks beam requests before they reach the engine",
+    until=SEARCH,
+    feature="beam",
+    upstream=UPSTREAM,
+)
+def process_beams(
+    original: Callable[..., EngineCoreRequest],
+    self: InputProcessor,
+    request_id: str,
+    prompt: object,
+    params: object,
+    *args: object,
+    **kwargs: object,
+) -> EngineCoreRequest:
+    prepared = prepare_request(self.vllm_config, params)
+    request = original(self, request_id, prompt, prepared, *args, **kwargs)
+    check_processed(self.vllm_config, request)
+    return request
+
+
+@of_beams("sampling_params:SamplingParams.", scope="process").wraps(
+    "_verify_greedy_sampling", "allows n above 1 at temperature 0 for beam requests"
+)
+def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) -> None:
+    # Copies that the engine makes of a checked request carry the key in place of the options.
+    if extra_args_of(self).keys().isdisjoint(("beam_width", SPEC_KEY)):
+        original(self)
+
+
+@of_beams("v1.engine.core_client:MPClient.").wraps(
+    "_apply_ready_response", "hears why the engine has no native beam search"
+)
+def apply_ready_response(original: Callable[..., None], self: MPClient, payload: bytes) -> None:
+    original(self, payload)
+    if payload:
+        response = msgspec.msgpack.decode(payload, type=ReadyResponse)
+        switch_off(self.vllm_config, response.beams_off)
+
+
+_route = of_beams("entrypoints.")
+
+
+@_route.wraps(
+    "generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
+    "LLM.beam_search on the native path",
+)
+def beam_search_offline(
+    original: Callable[..., list[BeamSearchOutput]],
+    self: LLM,
+    prompts: Sequence[Any],
+    params: BeamSearchParams,
+    lora_request: LoRARequest | Sequence[LoRARequest] | None = None,
+    use_tqdm: bool = False,
+    concurrency_limit: int | None = None,
+    **options: Any,
+) -> list[BeamSearchOutput]:
+    arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
+    outputs = search_offline(self, *arguments, **options)
+    return original(self, *arguments, **options) if outputs is None else outputs
+
+
+@_route.wraps(
+    "generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+    "use_beam_search of the server on the native path",
+)
+def beam_search_online(
+    original: Callable[..., AsyncGenerator[RequestOutput, None]],
+    self: Any,
+    prompt: Any,
+    request_id: str,
+    params: BeamSearchParams,
+    lora_request: LoRARequest | None = None,
+    trace_headers: Mapping[str, str] | None = None,
+    session_id: str | None = None,
+    **options: Any,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Have the serving classes' ``beam_search`` send one native request, not one per token."""
+    arguments = (prompt, request_id, params, lora_request, trace_headers, session_id)
+    # At once, not when the first output is asked for: what is refused gets a 400.
+    outputs = search_online(self, *arguments, **options)
+    return original(self, *arguments, **options) if outputs is None else outputs
+
+
+def _keep_request(original: Callable[..., Any], self: Any, *args: object, **kwargs: object) -> Any:
+    """Keep the request, for the fields that a ``BeamSearchParams`` lacks."""
+    params = original(self, *args, **kwargs)
+    params.openai_request = self
+    return params
+
+
+def _check_request(
+    original: Callable[..., Result], self: object, *args: object, **kwargs: object
+) -> Result:
+    """Check a beam request that came as ``vllm_xargs``."""
+    if not switched_off():
+        check_api_request(self)
+    return original(self, *args, **kwargs)
+
+
+_COMPLETION = "openai.completion.protocol:CompletionRequest"
+_CHAT = "openai.chat_completion.protocol:ChatCompletionRequest"
+_RESPONSES = "openai.responses.protocol:ResponsesRequest"
+
+for _protocol in (_COMPLETION, _CHAT):
+    _route.wraps(f"{_protocol}.to_beam_search_params", "keeps the request next to its parameters")(
+        _keep_request
+    )
+for _protocol in (_COMPLETION, _CHAT, _RESPONSES):
+    _route.wraps(f"{_protocol}.to_sampling_params", "checks a beam request")(_check_request)

@@ -1,0 +1,251 @@
+"""Checks of the extra arguments of every request (over HTTP ``vllm_xargs``).
+
+vLLM carries all of them to the workers, and leaves it to others to read them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+from vllm_trie.hooks.start import config
+from vllm_trie.hooks.wire import CACHE_SALT, PREDICTION, SPEC_KEY, SPECULATION, TRACE, extra_args_of
+from vllm_trie.searches import ITEM_OPTIONS, OPTION_NAMES
+from vllm_trie.searches.engine.beam_support import BeamRequestError
+from vllm_trie.searches.settings import shown
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SIMILAR = 0.82
+"""Ratio of :class:`difflib.SequenceMatcher` from which a name is taken for a misspelled option."""
+
+OTHER_NAMES = {
+    "num_beams": "'beam_width'",
+    "beam_size": "'beam_width'",
+    "diversity_rate": "'num_beam_groups' and 'diversity_penalty'",
+    "num_return_sequences": "SamplingParams.n",
+    "max_new_tokens": "SamplingParams.max_tokens",
+    "min_new_tokens": "SamplingParams.min_tokens",
+    "bad_words_ids": "SamplingParams.bad_words",
+}
+"""Names of options elsewhere, and what they are here."""
+
+NOT_SERVED = frozenset({
+    "begin_suppress_tokens", "constraints", "dola_layers", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+    "forced_decoder_ids", "forced_eos_token_id", "guidance_scale", "max_length", "max_time",
+    "min_length", "penalty_alpha", "prefix_allowed_tokens_fn", "renormalize_logits",
+    "sequence_bias", "stop_strings", "suppress_tokens", "token_healing", "top_h", "typical_p",
+})  # fmt: skip
+"""Options of Hugging Face's ``generate`` that change a search and have no counterpart here."""
+
+MAX_SIZE = 262_144
+"""Largest size of the keys that nobody else is known to read, characters and numbers together."""
+MAX_KEYS = 64
+"""Most of these keys."""
+_MAX_HELPED, _LONGEST_NAME = 8, 40
+"""Unknown keys that are compared with the options, and their characters."""
+_OWN = OPTION_NAMES | {SPECULATION, TRACE, PREDICTION, CACHE_SALT}
+_ALONE = ("beam_width", "items", SPECULATION, TRACE, PREDICTION)
+"""Keys that work alone: misspelled or misplaced, they would be ignored."""
+_OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""Keys that vLLM fills from fields of their own."""
+
+
+class SpeculationRequestError(VLLMValidationError, ValueError):
+    """A request with an option that is not allowed; the server answers 400 with its message."""
+
+
+@contextmanager
+def refusing_what_fails() -> Iterator[None]:
+    """Refuse a request whose options make a check fail in a way that nobody foresaw.
+
+    Raises:
+        SpeculationRequestError: In place of any error that is no refusal.
+    """
+    try:
+        yield
+    except VLLMValidationError:
+        raise
+    except Exception as error:
+        raise SpeculationRequestError(
+            f"the request's options cannot be read ({type(error).__name__}: {error}); leave them "
+            "out one by one to find which"
+        ) from error
+
+
+def check_speculation(vllm_config: VllmConfig, params: object) -> None:
+    """Refuse a request with a speculation option that is not allowed.
+
+    Raises:
+        SpeculationRequestError: naming the option, its value and what is allowed.
+    """
+    extra_args = extra_args_of(params)
+    if CACHE_SALT in extra_args:
+        raise SpeculationRequestError(
+            f"extra_args[{CACHE_SALT!r}] is for vllm-trie's own use; leave it out, and give the "
+            "request a cache_salt"
+        )
+    if not _is_switch(value := extra_args.get(SPECULATION, True)):
+        raise SpeculationRequestError(
+            f"extra_args[{SPECULATION!r}]={shown(value)} must be true (the default) or false; "
+            "false decodes the request without drafts"
+        )
+    if TRACE not in extra_args:
+        return
+    if not _is_switch(value := extra_args[TRACE]):
+        raise SpeculationRequestError(
+            f"extra_args[{TRACE!r}]={shown(value)} must be true or false (the default)"
+        )
+    tree_config = config.read(vllm_config)
+    if value and (tree_config is None or tree_config.engine_options.trace_path is None):
+        raise SpeculationRequestError(
+            f"extra_args[{TRACE!r}] asks for a trace, but this engine writes none; leave it out, "
+            "or start the engine with trace_path=FOLDER next to its speculative method"
+        )
+
+
+def _is_switch(value: object) -> bool:
+    """Return whether a value is a boolean; JSON's reach vLLM's extra arguments as 0 and 1."""
+    return isinstance(value, int | float) and value in (0, 1)
+
+
+def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequence[str]) -> None:
+    """Refuse keys of the plugin's own, too many or too large keys, and options without a leader.
+
+    An engine with custom logits processors may read keys of any name and size: there, only the
+    plugin's own keys have a limit, and options without ``beam_width`` pass.
+
+    Args:
+        vllm_config: Of the engine.
+        params: Parameters of any request, as the user gave them.
+        processors: Names of the engine's custom logits processors.
+
+    Raises:
+        BeamRequestError: Naming the key, its size or value, what is allowed and what to do.
+    """
+    extra_args = extra_args_of(params)
+    if not extra_args:
+        return
+    if SPEC_KEY in extra_args:  # the engine would trust it
+        raise BeamRequestError(
+            f"extra_args[{SPEC_KEY!r}] is for vllm-trie's own use; leave it out, and ask with "
+            "'beam_width'"
+        )
+    others_read = bool(processors or vllm_config.kv_transfer_config)
+    limited = extra_args.keys() & _OWN if others_read else extra_args.keys() - _OF_VLLM
+    if len(limited) > MAX_KEYS:
+        raise BeamRequestError(
+            f"extra_args has {len(limited)} keys, at most {MAX_KEYS} are allowed where no custom "
+            "logits processor reads them; leave some out"
+        )
+    size = 0
+    for name in sorted(limited - {PREDICTION}):
+        size += _size(name) + _size(extra_args[name])
+        if size > MAX_SIZE:
+            raise BeamRequestError(
+                f"extra_args has a size of {size} up to the key {name[:80]!r}, at most {MAX_SIZE} "
+                "(characters and numbers) are allowed where no custom logits processor reads it; "
+                "leave it out"
+            )
+    if not processors and "beam_width" not in extra_args and "items" not in extra_args:
+        _refuse_without_width(extra_args)
+
+
+def _refuse_without_width(extra_args: Mapping[str, object]) -> None:
+    """Refuse what would be ignored: the request would be decoded without a beam search."""
+    unknown = []
+    for name, value in extra_args.items():
+        if name in OPTION_NAMES:
+            needed = "items" if name in ITEM_OPTIONS else "beam_width"
+            raise BeamRequestError(
+                f"beam search: {name}={shown(value)} needs {needed!r}; add it, or leave {name} out"
+            )
+        if name in OTHER_NAMES:
+            raise BeamRequestError(f"beam search: {name!r} is unknown; use {OTHER_NAMES[name]}")
+        if name not in _OWN:
+            unknown.append(name)
+    for name, meant in _misspelled(unknown, _ALONE):
+        raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
+
+
+def _misspelled(names: Iterable[str], options: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield which of the first unknown names look like an option, and that option."""
+    for name in itertools.islice(names, _MAX_HELPED):
+        if len(name) <= _LONGEST_NAME:
+            for meant in difflib.get_close_matches(name, options, n=1, cutoff=SIMILAR):
+                yield name, meant
+
+
+def refuse_misspelled(names: Iterable[str]) -> None:
+    """Refuse keys that look like an option; others may belong to other plugins."""
+    names = list(names)
+    for name in names:
+        if name in OTHER_NAMES:
+            raise BeamRequestError(
+                f"beam search: {name!r} is unknown with 'beam_width'; use {OTHER_NAMES[name]}"
+            )
+        if name in NOT_SERVED:
+            raise BeamRequestError(
+                f"beam search: {name!r} of Hugging Face's generate is not supported with "
+                "'beam_width'; leave it out"
+            )
+    for name, meant in _misspelled(names, OPTION_NAMES):
+        raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
+
+
+def refuse_misplaced(fields: Mapping[str, object], is_beam: bool) -> None:
+    """Refuse options among the fields of an HTTP request that vLLM does not know and ignores.
+
+    Of a beam search all options; of another request those that work alone, as clients of other
+    servers may send the others.
+    """
+    options = OPTION_NAMES | set(_ALONE) if is_beam else _ALONE
+    for name, value in fields.items():
+        if name in options:
+            raise BeamRequestError(
+                f"{name}={shown(value)} is no field of a request and would be ignored; put it into "
+                "'vllm_xargs'"
+            )
+
+
+def _size(value: object) -> int:
+    """Return the characters and numbers of a value; containers are followed."""
+    size, pending = 0, [value]
+    while pending and size <= MAX_SIZE:
+        item = pending.pop()
+        if isinstance(item, str | bytes):
+            size += len(item)
+        elif isinstance(item, Mapping):
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set):
+            if len(item) > MAX_SIZE:
+                return len(item)
+            others = [entry for entry in item if type(entry) not in (int, float)]
+            size += len(item) - len(others)
+            pending += others
+        else:
+            size += 1
+    return size
+
+
+def custom_processors(vllm_config: VllmConfig) -> list[str]:
+    """Return the names of the custom logits processors that the engine loads."""
+    configured = vllm_config.model_config.logits_processors or []
+    names = [p if isinstance(p, str) else p.__qualname__ for p in configured]
+    return [*names, *_installed_processors()]
+
+
+@functools.cache
+def _installed_processors() -> tuple[str, ...]:
+    return tuple(point.value for point in entry_points(group=LOGITSPROCS_GROUP))

@@ -1,0 +1,214 @@
+"""The plugin's metrics in vLLM's endpoint and in its log.
+
+The scheduler sends the workers' statistics with its own, see
+:mod:`vllm_trie.drafts.engine.scheduler.speculation`. The report of a beam search travels with its
+result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY, Counter, Gauge
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from vllm_trie.hooks.ledger.record import STATS, Symbols
+from vllm_trie.hooks.start import config
+from vllm_trie.hooks.wire import FAILURE_REASONS, WAIT_CAUSES, TreeStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.metrics.stats import SchedulerStats
+
+logger = init_logger(__name__)
+
+_BEAM_LABELS = ("model_name", "engine")
+_LABELS = (*_BEAM_LABELS, "method")
+
+
+@Symbols("v1.metrics.loggers:StatLoggerManager.", STATS).wraps(
+    "__init__",
+    "adds the plugin's stat logger",
+    until="stat logger plugins are loaded for LLM as for AsyncLLM",
+)
+def init_stat_loggers(
+    original: Callable[..., None],
+    self: StatLoggerManager,
+    vllm_config: VllmConfig,
+    engine_idxs: Any = None,
+    custom_stat_loggers: Any = None,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    if config.read(vllm_config) is not None:
+        custom_stat_loggers = [*(custom_stat_loggers or ()), TreeStatLogger]
+    original(self, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
+
+
+_COUNTERS = {
+    "draft_nodes": "Nodes of draft trees that were verified.",
+    "accepted_tokens": "Draft tokens that were accepted.",
+    "verified_trees": "Draft trees that were verified.",
+    "steps": "Times that a request got new tokens.",
+    "tokens": "Output tokens, accepted and sampled ones.",
+    "drafting_seconds": "Time in the drafter.",
+    "verification_seconds": (
+        "Time to walk the trees and move KV, without the target's forward pass."
+    ),
+    "overhead_seconds": "Time to place trees into the batch and to keep books.",
+    "accepted_prediction_tokens": "Tokens drafted from predictions that were accepted.",
+    "rejected_prediction_tokens": "Tokens drafted from predictions that were not.",
+}
+"""Counters with their help texts; their names begin with ``vllm:trie_``."""
+
+BEAM_COUNTERS = {
+    "searches": "Beam searches that ended.",
+    "hypotheses": "Sum of their widths.",
+    "waiting_seconds": "Time from their arrival to their start.",
+    "steps": "Steps that they took.",
+    "item_steps": "Steps of those inside catalogues.",
+    "valid_children": "Tokens that could follow the hypotheses of these steps.",
+    "forced_tokens": "Hypotheses of these steps that only one token could follow.",
+}
+"""Those of beam searches; their names begin with ``vllm:trie_beam_``."""
+
+
+def beam_counter(name: str) -> Any:
+    """Return a counter of :data:`BEAM_COUNTERS`, registered once a process."""
+    return register_metric(Counter, f"vllm:trie_beam_{name}", BEAM_COUNTERS[name], _BEAM_LABELS)
+
+
+def record_search(report: Mapping[str, object]) -> None:
+    """Count a search, whose report has labels and amounts."""
+    labels = [report[label] for label in _BEAM_LABELS]
+    for name in report.keys() & BEAM_COUNTERS.keys():
+        beam_counter(name).labels(*labels).inc(report[name])
+
+
+class _Metrics:
+    """The plugin's Prometheus metrics, registered once a process.
+
+    They carry vLLM's prefix, so that its snapshot for ``LLM.get_metrics`` holds them too. For the
+    same reason vLLM unregisters them when it starts a Prometheus logger, so they are made at the
+    first call of ``record``, after that.
+    """
+
+    def __init__(self) -> None:
+        self.counters = {
+            name: register_metric(Counter, f"vllm:trie_{name}", text, _LABELS)
+            for name, text in _COUNTERS.items()
+        }
+        self.draft_failures = register_metric(
+            Counter, "vllm:trie_draft_failures", "Drafts that failed.", (*_LABELS, "reason")
+        )
+        self.waits = register_metric(
+            Counter,
+            "vllm:trie_device_waits",
+            "Steps that the host waited for before it launched the next.",
+            (*_LABELS, "cause"),
+        )
+        self.tokens_per_step = register_metric(
+            Gauge,
+            "vllm:trie_tokens_per_step",
+            "Mean of the new tokens a step and request, over the last logging interval.",
+            _LABELS,
+            multiprocess_mode="mostrecent",
+        )
+
+
+def register_metric(
+    kind: Any, name: str, text: str, labels: tuple[str, ...], **options: object
+) -> Any:
+    """Return the metric of this name, made at the first call."""
+    metric = REGISTRY._names_to_collectors.get(name)
+    return kind(name, text, labelnames=labels, **options) if metric is None else metric
+
+
+class TreeStatLogger(StatLoggerBase):
+    """Feeds the plugin's counters and logs a line at vLLM's interval."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        tree_config = config.read(vllm_config)
+        assert tree_config is not None
+        self.method = tree_config.method
+        served_name = vllm_config.model_config.served_model_name
+        self._labels = (served_name, str(engine_index), self.method)
+        self._metrics: _Metrics | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums = dict.fromkeys(_COUNTERS, 0.0)  # of the logging interval
+        self._failures = 0
+        self._interval_start = time.monotonic()
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: object,
+        *unused: object,
+        **unused_too: object,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        shared = scheduler_stats.spec_decoding_stats
+        if shared is None:
+            return
+        if self._metrics is None:
+            self._metrics = _Metrics()
+        self._count(
+            draft_nodes=shared.num_draft_tokens,
+            accepted_tokens=shared.num_accepted_tokens,
+            verified_trees=shared.num_drafts,
+        )
+        tree: TreeStats | None = getattr(shared, "tree", None)  # of steps with drafts
+        if tree is None:
+            return
+        self._count(
+            steps=tree.steps,
+            tokens=tree.tokens,
+            drafting_seconds=tree.drafting_seconds,
+            verification_seconds=tree.verification_seconds,
+            overhead_seconds=tree.preparation_seconds + tree.bookkeeping_seconds,
+            accepted_prediction_tokens=tree.accepted_prediction_tokens,
+            rejected_prediction_tokens=tree.rejected_prediction_tokens,
+        )
+        for reason in FAILURE_REASONS:
+            failed = tree.draft_failures.get(reason, 0)
+            self._metrics.draft_failures.labels(*self._labels, reason).inc(failed)
+        for cause in WAIT_CAUSES:
+            self._metrics.waits.labels(*self._labels, cause).inc(tree.waits.get(cause, 0))
+        self._failures += sum(tree.draft_failures.values())
+
+    def _count(self, **amounts: float) -> None:
+        assert self._metrics is not None
+        for name, amount in amounts.items():
+            self._metrics.counters[name].labels(*self._labels).inc(amount)
+            self._sums[name] += amount
+
+    def log(self) -> None:
+        sums, elapsed = self._sums, time.monotonic() - self._interval_start
+        if self._metrics is not None and sums["steps"] and elapsed > 0:
+            tokens_per_step = sums["tokens"] / sums["steps"]
+            self._metrics.tokens_per_step.labels(*self._labels).set(tokens_per_step)
+            drafting, verification = sums["drafting_seconds"], sums["verification_seconds"]
+            logger.info(
+                "vllm-trie %s: %.2f tokens per step, %.1f nodes drafted and %.2f accepted per "
+                "tree, drafting %.3f ms and verification %.3f ms per step and request "
+                "(%.1f %% of the time), failed drafts: %d",
+                self.method,
+                tokens_per_step,
+                sums["draft_nodes"] / max(1, sums["verified_trees"]),
+                sums["accepted_tokens"] / max(1, sums["verified_trees"]),
+                1e3 * drafting / sums["steps"],
+                1e3 * verification / sums["steps"],
+                1e2 * (drafting + verification) / elapsed,
+                self._failures,
+            )
+        self._reset()
+
+    def log_engine_initialized(self) -> None:
+        pass

@@ -1,0 +1,141 @@
+"""The whole table, and how it fits the installed vLLM."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_trie.hooks.ledger import record, uses  # noqa: F401
+from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
+
+_HOOKS: dict[tuple[Feature, Platform], str] = {
+    ("speculation", "any"): "hooks.start.engine_args hooks.frontend.answers"
+    " hooks.frontend.extension hooks.frontend.metrics hooks.frontend.token_streams extras.predictions.request"
+    " drafts.engine.start.arguments drafts.engine.start.draft_support"
+    " drafts.engine.scheduler.speculation drafts.engine.workers.drafting_worker"
+    " drafts.engine.runners.v1 drafts.engine.runners.v2 drafts.engine.verification.sampling",
+    ("speculation", "cpu"): "drafts.engine.workers.cpu_worker drafts.engine.attention.cpu",
+    ("speculation", "cuda"): "drafts.engine.workers.cuda_worker drafts.engine.attention.cuda",
+    ("beam", "any"): "hooks.frontend.answers hooks.frontend.extension"
+    " searches.engine.frontend.hypotheses searches.engine.scheduler.beam_scheduler"
+    " searches.engine.scheduler.proxies extras.device_checks.search_check"
+    " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2",
+    ("beam", "cpu"): "searches.engine.worker.block_copies searches.engine.worker.shared_prompt",
+}
+"""Modules with entries next to their code; a feature whose module cannot be imported steps aside.
+Those of another platform stay out: vLLM's CPU worker puts placeholders into ``torch.cuda``."""
+SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
+"""Release series of vLLM that the table was written for."""
+
+Status = Literal["ok", "missing", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How one :class:`Patch` fits the installed vLLM; ``detail`` is empty if it does."""
+
+    target: str
+    reason: str
+    status: Status
+    detail: str
+    upstream: str
+    retire_when: str
+    feature: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether the feature can run."""
+        return self.status == "ok"
+
+
+def entries() -> tuple[Patch, ...]:
+    """Return every symbol of vLLM that the plugin touches, on all platforms."""
+    for platform in ("any", "cpu", "cuda"):
+        _load(platform)
+    return tuple(sorted(record.ENTRIES, key=lambda p: (p.target, p.feature, p.scope)))
+
+
+def patches_here(feature: Feature | None = None) -> list[Patch]:
+    """Return the entries for vLLM's present platform, of one feature or of all."""
+    here = _platforms()
+    for platform in here:
+        _load(platform)
+    return [p for p in record.ENTRIES if p.platform in here and feature in (None, p.feature)]
+
+
+def _platforms() -> tuple[Platform, Platform]:
+    from vllm.platforms import current_platform
+
+    return "any", "cpu" if current_platform.is_cpu() else "cuda"
+
+
+@functools.cache
+def _load(platform: Platform) -> tuple[Finding, ...]:
+    """Import a platform's hook modules, which record their entries; return what fails."""
+    failures = []
+    for (feature, where), names in _HOOKS.items():
+        for name in names.split() if where == platform else ():
+            module = f"vllm_trie.{name}"
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # vLLM lacks what the module is made of
+                detail = f"{type(error).__name__}: {error}"
+                failures.append(Finding(module, "imported", "missing", detail, "", "", feature))
+    return tuple(failures)
+
+
+def check(patches: Iterable[Patch] | None = None) -> list[Finding]:
+    """Compare entries of the table, by default those for this platform, with the installed vLLM."""
+    if patches is not None:
+        return [check_patch(patch) for patch in patches]
+    findings = [check_patch(patch) for patch in patches_here()]
+    return [*(failure for platform in _platforms() for failure in _load(platform)), *findings]
+
+
+def check_patch(patch: Patch) -> Finding:
+    """Compare one entry of the table with the installed vLLM."""
+    status, detail = _compare(patch)
+    return Finding(
+        patch.target,
+        patch.reason,
+        status,
+        detail,
+        patch.upstream,
+        patch.until,
+        patch.feature,
+    )
+
+
+def _compare(patch: Patch) -> tuple[Status, str]:
+    try:
+        symbol = resolve(patch.target)
+    except (ImportError, AttributeError) as error:
+        return "missing", f"{type(error).__name__}: {error}"
+    if patch.parameters is None:
+        return "ok", ""
+    names = [name for name in inspect.signature(symbol).parameters if name not in ("self", "cls")]
+    positions = [names.index(name) if name in names else -1 for name in patch.parameters]
+    if -1 in positions or positions != sorted(positions):
+        return "changed", f"expected parameters {patch.parameters}, found {tuple(names)}"
+    return "ok", ""
+
+
+def mismatch(feature: Feature) -> str:
+    """Return why a feature must step aside with the installed vLLM; empty if it need not."""
+    import vllm
+
+    version = vllm.__version__
+    problems = [
+        f"{finding.target} is {finding.status} ({finding.detail})"
+        for finding in check()
+        if finding.feature == feature and not finding.fits
+    ]
+    if problems:
+        return f"vLLM {version}: " + "; ".join(problems)
+    if not version.startswith(tuple(f"{series}." for series in SUPPORTED_VLLM_VERSIONS)):
+        return f"vLLM {version} is not a supported version"
+    return ""

@@ -1,0 +1,237 @@
+"""What the plugin calls, reads or relies on in vLLM, without code that could record it."""
+
+from vllm_trie.hooks.ledger.record import (
+    PARTS,
+    PLUGGABLE,
+    STATS,
+    TESTED,
+    TOKEN_LISTS,
+    TREE_DRAFTS,
+    TREE_MASKS,
+    Symbols,
+    of_beams,
+)
+
+# fmt: off
+
+_verified = Symbols(until=TREE_DRAFTS)
+_v2 = Symbols("v1.worker.gpu.", TREE_DRAFTS)
+_verified("distributed.parallel_state:get_tp_group", "called",
+    "sends rank 0's trees to all ranks", "")
+_verified("v1.sample.logits_processor.builtin:MinTokensLogitsProcessor", "read",
+    "without a request, greedy decoding is the argmax")
+_verified("v1.sample.logits_processor.interface:LogitsProcessor.update_state", "called",
+    "before each level of the walk, as before each step", "batch_update")
+_verified("v1.worker.gpu_input_batch:InputBatch.add_request", "relied on",
+    "its req_output_token_ids are the lists that logits processors hold", "request")
+_verified("v1.worker.gpu_input_batch:InputBatch._make_sampling_metadata", "relied on",
+    "its generators are those of the batch, from which partial prefills' are hidden", "",
+    until="vLLM winds back generators of CPUs by their state")
+_verified("v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", "called",
+    "the tokens that a prompt takes of a step, which drafts leave to it", "request",
+    until="proposers learn that a request waits")
+_verified("v1.sample.rejection_sampler:RejectionSampler.parse_output", "relied on",
+    "reads rows of sampled tokens padded with -1", "output_token_ids vocab_size")
+_verified("v1.sample.rejection_sampler:RejectionSampler.forward", "set",
+    "samples chains level by level where a request has logprob_token_ids",
+    "metadata draft_probs logits sampling_metadata",
+    until="vLLM's rejection sampler returns the logprobs of lists of tokens")
+_verified("v1.sample.sampler:Sampler.forward", "called",
+    "at each level of the walk", "logits sampling_metadata")
+_verified("v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.update_state", "relied on",
+    "changes nothing where it is called again in a step, at the next level of a walk",
+    "output_token_ids spec_token_ids")
+_experts = Symbols("distributed.aux_output_connector.worker:AuxOutputWorkerConnector.")
+_experts("__init__", "relied on",
+    "the experts of a step's tokens are in its capturer's device_buffer",
+    "vllm_config model kv_cache_config", until=TREE_DRAFTS)
+_experts("_commit_output", "set",
+    "takes steps that are shorter than scheduled, where each request goes on behind its last token",
+    "pending", until="vLLM schedules drafts of different lengths")
+_v2("async_utils:AsyncOutput.__init__", "relied on",
+    "the output that the scheduler gets is in its model_runner_output", "model_runner_output")
+_v2("async_utils:async_copy_to_np", "called",
+    "copies sampled tokens to the host", "x")
+_v2("buffer_utils:UvaBuffer", "made",
+    "memory of the host in which the device waits for drafts", "size dtype")
+_v2("cudagraph_utils:CudaGraphManager.capture", "relied on",
+    "leaves the captured graphs in `graphs`, by description", "create_forward_fn")
+_v2("input_batch:get_num_sampled_and_rejected", "called",
+    "requests whose prefill goes on have no tokens",
+    "num_sampled seq_lens cu_num_logits idx_mapping prefill_len")
+_v2("metrics.logits:get_num_nans", "called", "as vLLM's sampler does", "logits")
+_v2("sample.gumbel:gumbel_sample", "relied on",
+    "noise depends on a request's seed, the position and the token alone", "logits")
+_v2("sample.logprob:compute_topk_scores", "called",
+    "logprobs along the accepted path",
+    "logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state "
+    "expanded_idx_mapping max_per_req_token_ids logits_mode")
+_v2("sample.sampler:Sampler.get_logprobs_dims", "called",
+    "whether a request of the step wants logprobs", "idx_mapping_np")
+_v2("sample.output:SamplerOutput", "made",
+    "the tokens of a step with trees",
+    "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected")
+_v2("sample.sampler:Sampler.sample", "called",
+    "samples each row of logits once",
+    "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+    "seq_lens_upper_bound_np")
+_v2("spec_decode.adaptive_verification:AdaptiveVerificationManager.set_cost_curves", "relied on",
+    "leaves the durations in cost_tables", "draft_curve verify_curve")
+_v2("spec_decode.adaptive_verification:maybe_create_adaptive_verification_manager", "relied on",
+    "gives CUDA graphs of drafts of any length, and the durations of steps",
+    "enable_adaptive_verification attn_groups")
+_v2("spec_decode.rejection_sampler:RejectionSampler.__init__", "called",
+    "the plugin's samplers derive from it", "sampler spec_config device watermark_key")
+_v2("spec_decode.rejection_sampler:get_max_chunk_logits", "called",
+    "bounds float32 copies of logits", "vocab_size")
+_v2("structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask", "relied on",
+    "takes a row of masks for each scheduled place, or as many for every request",
+    "logits input_batch grammar_req_ids grammar_bitmask")
+_verified("v1.worker.gpu_model_runner:GPUModelRunner._dummy_run", "called",
+    "at start-up: first step costs for the adaptive node budget", "num_tokens")
+_verified("v1.worker.gpu_model_runner:GPUModelRunner.finalize_kv_connector", "called",
+    "in steps in which no drafts are wanted", "")
+
+_trained = Symbols(until=PARTS)
+_trained("config.speculative:SpeculativeConfig.use_gemma4_mtp", "called",
+    "refuses MTP layers that share the model's KV cache", "")
+_trained("config.speculative:SpeculativeConfig.use_multi_module_mtp", "called",
+    "refuses MTP with several modules on Model Runner V2", "")
+_trained("config.speculative:SpeculativeConfig.use_step3p5_mtp", "called", "the same", "")
+_method = Symbols(until=PLUGGABLE)
+_method("config.speculative:logger", "changed",
+    "drops the warning that custom_class is experimental, once a method of the plugin uses it")
+_method("engine.arg_utils:EngineArgs.async_scheduling", "set",
+    "off where it was left open and Model Runner V1 serves, instead of off with a warning")
+_method("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "called",
+    "whether Model Runner V2 would serve an engine", "")
+_method("utils.torch_utils:async_tensor_h2d", "called",
+    "copies drafts to the device", "data device")
+_method("v1.spec_decode.custom_class_proposer:create_custom_proposer", "relied on",
+    "instantiates the proposer from the class path in the configuration", "vllm_config")
+
+_forced = Symbols("v1.", "vLLM drafts what a grammar forces")
+_forced("structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
+    "called", "the mask of one token", "max_num_seqs")
+for _method_name, _parameters in (
+    ("accept_tokens", "request_id tokens"), ("rollback", "num_tokens"),
+    ("fill_bitmask", "bitmask batch_index"), ("is_terminated", ""), ("validate_tokens", "tokens"),
+):
+    _forced(f"structured_output.backend_types:StructuredOutputGrammar.{_method_name}", "called",
+        "goes to the next choice and back; its time bounds drafts", _parameters)
+
+_masked = Symbols(until=TREE_MASKS)
+_masked("v1.attention.backends.registry:register_backend", "called",
+    "tree attention in place of CPU_ATTN", "backend class_path")
+_masked("v1.attention.selector:_cached_get_attn_backend.cache_clear", "called",
+    "an earlier engine in the same process may have cached vLLM's backend")
+_masked("v1.worker.gpu.model_states.interface:ModelState.prepare_attn", "set",
+    "makes the metadata of each layer, which then carries the step's trees")
+
+_check = Symbols(until=TESTED)
+_check("v1.core.sched.output:CachedRequestData.make_empty", "called",
+    "by the check at start-up: steps as the scheduler makes them", "")
+_check("v1.attention.backend:CommonAttentionMetadata", "made",
+    "by the check of a GPU: describes random steps",
+    "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len "
+    "max_seq_len block_table_tensor slot_mapping causal")
+_check("v1.worker.gpu.kv_connector:KVConnector.set_disabled", "called",
+    "by the check at start-up: its requests have no KV elsewhere", "disabled")
+_check("v1.worker.gpu.warmup:_warmup_block_counter", "called",
+    "by the check at start-up: the KV blocks of its requests", "model_runner")
+_check("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.maybe_setup_dummy_loras", "called",
+    "by the check at start-up: adapters of zeros, whose first is warmup_1", "lora_config")
+_check("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.maybe_remove_all_loras", "called",
+    "by the check at start-up, whatever happened", "lora_config")
+
+_v2_trained = Symbols(
+    "v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.",
+    "a speculator can be a part of another")
+_v2_trained("__init__", "relied on",
+    "makes draft_tokens, and num_speculative_steps, which is set to the length of the chains",
+    "vllm_config device")
+_v2_trained("_maybe_predict_acceptance", "set",
+    "keeps the probabilities of the tokens that are drafted", "logits idx_mapping draft_step")
+_v2_trained("propose", "set",
+    "drafts for the union, whose drafts it returns",
+    "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
+    "num_speculative_tokens")
+
+_check_cuda = Symbols(until=TESTED, platform="cuda")
+_check_cuda("v1.attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update", "called",
+    "by the check: shows the layout of the KV cache", "layer key value kv_cache slot_mapping")
+_check_cuda("v1.worker.utils:AttentionGroup.get_metadata_builder", "called",
+    "by the check: the builder that steps will use", "")
+
+_other = Symbols()
+_other("_custom_ops:cpu_attn_get_scheduler_metadata", "called",
+    "plans the stock kernel's work for the rows without trees",
+    "num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal "
+    "sliding_window_size isa enable_kv_split",
+    until="tree attention also serves the rows without trees as fast as the stock kernel",
+    platform="cpu")
+_other("config.speculative:SpeculativeConfig.num_speculative_tokens_per_batch_size", "set",
+    "keeps the scheduler from padding requests with one token left to a full draft",
+    until="vLLM pads such requests only where they fit a step")
+_other("v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers", "called",
+    "the vector kernel in place of AMX, whose cache layout the plugin does not read", "layer_names",
+    until="tree attention reads the AMX layout", platform="cpu")
+_other("v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", "called",
+    "an earlier engine in the same process may have left tree attention in place", "",
+    until=TREE_MASKS, platform="cpu")
+_other("v1.attention.backends.registry:AttentionBackendEnum.CUSTOM", "registered",
+    "tree attention as a backend of its own", until=TREE_MASKS, platform="cuda")
+_other("v1.core.sched.output:SchedulerOutput.num_invalid_spec_tokens", "set",
+    "keeps fillers out of the count of draft tokens", until=STATS)
+Symbols("v1.attention.backends.triton_attn:", TREE_MASKS, platform="cuda")(
+    "TritonAttentionMetadataBuilder._cudagraph_support", "overridden",
+    "CUDA graphs may capture any batch, as with vLLM's kernel")
+
+_beams = of_beams()
+_beams("config.model:ModelConfig.get_vocab_size", "called",
+    "the most candidates that a row can ask for, and the tokens of the check's prompts", "")
+_beams("v1.sample.logits_processor:LOGITSPROCS_GROUP", "read",
+    "names the installed logits processors, whose arguments beam requests cannot have")
+for _protocol in ("completion.protocol:Completion", "chat_completion.protocol:ChatCompletion"):
+    _beams(f"entrypoints.openai.{_protocol}Request.extract_structured_outputs", "called",
+        "the grammar of a request with use_beam_search", "")
+_beams("v1.core.sched.scheduler:Scheduler._free_request", "called", "frees proxies", "request")
+_beams("v1.core.sched.output:NewRequestData", "made", "a beam's slot on Model Runner V2",
+    "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
+    "num_computed_tokens lora_request prefill_token_ids")
+_beams("v1.core.sched.output:CachedRequestData", "changed", "proxies whose beams decode leave it",
+    "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
+    "num_output_tokens")
+_beams("v1.core.sched.output:SchedulerOutput", "changed",
+    "carries the beams, and the slots of each copy", "kv_cache_block_copies")
+_beams("v1.request:Request", "made", "its subclass stands for a group, the proxy",
+    "request_id prompt_token_ids")
+_beams("v1.request:Request.update_block_hashes", "relied on",
+    "writes block_hashes, which proxies share with their search", "")
+_beams("v1.engine:EngineCoreOutput", "made", "the whole output of a search",
+    "request_id new_token_ids finish_reason")
+for _method_name, _parameters in (
+    ("accept_tokens", "request_id tokens"), ("rollback", "num_tokens"), ("reset", ""),
+    ("fill_bitmask", "bitmask batch_index"),
+):
+    _beams(f"v1.structured_output.backend_types:StructuredOutputGrammar.{_method_name}", "called",
+        "one matcher walks the hypotheses of a search", _parameters)
+_beams("v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
+    "called", "the masks of a search's beams", "max_num_seqs")
+_beams("v1.structured_output.request:StructuredOutputRequest.grammar", "read",
+    "the grammar that vLLM has compiled for a search")
+_beams("v1.worker.gpu.async_utils:stream", "called",
+    "copies candidates in the stream of a step's output", "to_stream from_stream",
+    until=TOKEN_LISTS)
+_beams("v1.outputs:SamplerOutput", "made", "a step of beams only needs no sampler",
+    "sampled_token_ids logprobs_tensors")
+_beams("v1.outputs:ModelRunnerOutput", "changed", "carries the candidates", "req_ids")
+_beams("v1.attention.backends.cpu_attn:_get_attn_isa", "called",
+    "whether slots lie in the cache as the copies expect", "dtype block_size head_size",
+    platform="cpu")
+_beams("v1.core.kv_cache_utils:KVCacheBlockCopy", "made", "the copy of a tail block",
+    "src_block_id dst_block_id")
+_beams("v1.core.block_pool:BlockPool.get_new_blocks", "called", "blocks of beams", "num_blocks")
+_beams("v1.core.block_pool:BlockPool.free_blocks", "called", "gives back blocks of beams",
+    "ordered_blocks")
+# fmt: on

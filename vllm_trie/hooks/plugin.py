@@ -1,0 +1,72 @@
+"""Entry point of the plugin: vLLM calls :func:`register` in each of its processes."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_trie.hooks import ledger
+from vllm_trie.hooks.start.limits import switched_off
+
+FEATURES: tuple[ledger.Feature, ...] = ("speculation", "beam")
+
+_installed: dict[str, str] = {}
+
+
+def status() -> dict[str, str]:
+    """Return feature -> "ok", or why it stepped aside; empty before :func:`register`."""
+    return dict(_installed)
+
+
+def register() -> None:
+    """Patch vLLM, once per process.
+
+    Never raises: a feature whose part of vLLM is not as the ledger expects it steps aside with one
+    message, and plain vLLM goes on. With ``VLLM_TRIE_BEAM=0`` the patches that only recognize beam
+    requests, to say that the native search is off, are installed nevertheless.
+    """
+    if _installed:
+        return
+    _log_as_vllm_does()
+    for feature in FEATURES:
+        _installed[feature] = _install(feature)
+
+
+def _install(feature: ledger.Feature) -> str:
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm_trie")
+    try:
+        reason = ledger.mismatch(feature)
+        if not reason:
+            ledger.install(feature, native_search=not switched_off())
+            return "ok"
+    except Exception as error:
+        logger.exception("vllm-trie: hooking %s failed", feature)
+        reason = f"{type(error).__name__}: {error}"
+    logger.error(
+        "vllm-trie steps aside (%s): %s. vLLM goes on without it. Supported versions of vLLM: %s; "
+        "run `vllm-trie doctor` for the whole list.",
+        feature,
+        reason,
+        ", ".join(f"{version}.x" for version in ledger.SUPPORTED_VLLM_VERSIONS),
+    )
+    return reason
+
+
+class _ToVllm(logging.Handler):
+    """Passes records on to vLLM's logger: its handlers, its level, whenever they are set up."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if theirs.isEnabledFor(record.levelno):
+            theirs.handle(record)
+
+
+def _log_as_vllm_does() -> None:
+    """Send the package's log lines where vLLM's go: vLLM sets up loggers of its own name only."""
+    ours = logging.getLogger("vllm_trie")
+    if ours.handlers:  # the user has seen to it
+        return
+    ours.addHandler(_ToVllm())
+    ours.setLevel(logging.DEBUG)
+    ours.propagate = False

@@ -1,0 +1,205 @@
+"""The plugin's part of vLLM's ``additional_config``, which every process reads.
+
+It has the switches and catalogues of beam search, and a speculative method with its options, which
+:mod:`.translate` has put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_trie.drafts import available_methods, parse_options
+from vllm_trie.drafts.registry import validated
+from vllm_trie.extras.union.neural import NeuralOptions
+from vllm_trie.refusal import RefusedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CONFIG_KEY = "vllm_trie"
+"""The plugin's key in vLLM's ``additional_config``."""
+BEAM_SEARCH = "beam_search"
+"""False turns native beam search off. Tree speculation leaves this key alone."""
+ITEMS = "items"
+"""Catalogues for constrained beam search, name to path. Tree speculation leaves this key alone."""
+BEAM_KEYS = frozenset({BEAM_SEARCH, ITEMS})
+"""Keys that are not options of a speculative method."""
+ALLOW_GPU = "allow_untested_gpu"
+"""Without effect since both have run on a GPU; still accepted."""
+SWITCHES = (BEAM_SEARCH, ALLOW_GPU)
+
+VERIFICATION = "verification"
+"""How drafts are verified; start-up replaces "auto" by what it chose."""
+Verification = Literal["auto", "tree", "chain"]
+
+PROPOSER_CLASS = "vllm_trie.drafts.engine.runners.v1.V1Speculation"
+CPU_WORKER_CLASS = "vllm_trie.drafts.engine.workers.cpu_worker.TreeCPUWorker"
+GPU_WORKER_CLASS = "vllm_trie.drafts.engine.workers.cuda_worker.TreeGPUWorker"
+
+
+class EngineOptions(BaseModel):
+    """Options of tree speculation that every method has."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    verification: Verification = Field(
+        default="auto",
+        description="'tree' verifies trees; 'chain' verifies drafts without branches by vLLM's own "
+        "rejection sampler; 'auto' takes trees where they are supported and chains elsewhere.",
+    )
+    node_budget: Literal["adaptive", "fixed"] = Field(
+        default="adaptive",
+        description="'adaptive' verifies the nodes that make the most tokens per second, down to "
+        "none; 'fixed' verifies all drafted nodes.",
+    )
+    launch_ahead: bool = Field(
+        default=False,
+        description="Launch steps ahead of their drafts, for which the GPU then waits instead of "
+        "for the launch. Has never run on a GPU. Takes effect on Model Runner V2, for chains that "
+        "one GPU verifies, without LoRA and trained drafters.",
+    )
+    draft_timeout_s: float = Field(
+        default=10.0,
+        gt=0.0,
+        le=600.0,
+        description="Seconds that one call of the drafter may take; a drafter that took longer is "
+        "suspended for a minute, then for twice as long each time. A call that never returns "
+        "blocks the engine.",
+    )
+    store_path: str | None = Field(
+        default=None,
+        description="A folder for a warm start: text to draft from is saved there every minute and "
+        "at shutdown, and read at the next start. Engines of one model may share it. Its files "
+        "hold text of users.",
+    )
+    store: str | None = Field(
+        default=None,
+        description="A Redis or Valkey server, redis://HOST:6379/0 (rediss:// with TLS), through "
+        "which replicas of one model draft from one another's finished texts. User and password "
+        "may stand in VLLM_TRIE_STORE_USER and VLLM_TRIE_STORE_PASSWORD. The server holds text of "
+        "users.",
+    )
+    allow_untested_gpu: bool = Field(
+        default=False,
+        description="Has no effect since 0.6, and is accepted for one more release: trees and "
+        "native beam search need no permission on an NVIDIA GPU.",
+    )
+    trace_path: str | None = Field(
+        default=None,
+        description="An existing folder for traces, which requests ask for with speculation_trace.",
+    )
+
+
+class TreeConfig(NamedTuple):
+    """The speculation that was asked for, as workers read it."""
+
+    method: str
+    draft_model: str | None
+    drafter_options: BaseModel
+    engine_options: EngineOptions
+
+    @property
+    def neural(self) -> NeuralOptions | None:
+        """The trained drafter of vLLM's that takes part, if one does."""
+        options: NeuralOptions | None = getattr(self.drafter_options, "neural", None)
+        return options
+
+
+def spelled(key: str) -> str:
+    """Return a key as users write it, for messages."""
+    return f"additional_config[{CONFIG_KEY!r}][{key!r}]"
+
+
+def own_part(additional_config: object) -> Mapping[str, Any]:
+    """Return the plugin's part, empty if there is none.
+
+    Raises:
+        RefusedError: It is no mapping, its key is misspelled, a switch in it is neither True nor
+            False or stands outside of it, or catalogues are not paths by name.
+    """
+    everything = additional_config if isinstance(additional_config, Mapping) else {}
+    given = everything.get(CONFIG_KEY, {})
+    for key in everything:
+        instead = spelled(key) if key in SWITCHES else None
+        if key != CONFIG_KEY and str(key).lower().replace("-", "_") == CONFIG_KEY:
+            instead = repr(CONFIG_KEY)
+        if instead:
+            raise RefusedError(f"additional_config[{key!r}] is read by nobody; write {instead}")
+    if not isinstance(given, Mapping):
+        raise RefusedError(
+            f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
+            "values"
+        )
+    for key in SWITCHES:
+        if not isinstance(given.get(key, False), bool):
+            raise RefusedError(f"{spelled(key)}={given[key]!r} must be True or False")
+    items = given.get(ITEMS, {})
+    if not isinstance(items, Mapping) or any(
+        not isinstance(text, str) or not text for pair in items.items() for text in pair
+    ):
+        raise RefusedError(
+            f"{spelled(ITEMS)}={items!r} must map names to paths, as in {{'catalogue': 'PATH'}}"
+        )
+    return given
+
+
+def switch(vllm_config: VllmConfig, key: str) -> bool | None:
+    """Return one of the two switches of a complete configuration, None if it is not set."""
+    value = own_part(vllm_config.additional_config).get(key)
+    return value if isinstance(value, bool) else None
+
+
+def read(vllm_config: VllmConfig) -> TreeConfig | None:
+    """Return the tree configuration that :func:`translate` wrote, None if there is none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    carried = own_part(vllm_config.additional_config)
+    if speculative.model != PROPOSER_CLASS:
+        # Of a trained drafter, or another method of vLLM's without the plugin.
+        return _parse_carried(carried) if "method" in carried else None
+    if "method" not in carried:
+        raise RefusedError(
+            f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
+            f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
+            f"{', '.join(available_methods())} instead of naming the class"
+        )
+    return _parse_carried(carried)
+
+
+def _parse_carried(carried: Mapping[str, Any]) -> TreeConfig:
+    return parse({k: v for k, v in carried.items() if k not in BEAM_KEYS})
+
+
+def verification(vllm_config: VllmConfig) -> Literal["tree", "chain"]:
+    """Return what :func:`set_verification` chose for the engine."""
+    chosen: Literal["tree", "chain"] = own_part(vllm_config.additional_config)[VERIFICATION]
+    return chosen
+
+
+def set_verification(vllm_config: VllmConfig, chosen: Literal["tree", "chain"]) -> None:
+    """Let the workers read how drafts are verified, in place of "auto"."""
+    additional: Any = vllm_config.additional_config
+    additional[CONFIG_KEY] = {**additional[CONFIG_KEY], VERIFICATION: chosen}
+
+
+def parse(carried: Mapping[str, Any]) -> TreeConfig:
+    """Check the carried mapping and fill in the defaults."""
+    options = dict(carried)
+    method = options.pop("method")
+    draft_model = options.pop("draft_model", None)
+    if draft_model is not None and not isinstance(draft_model, str):
+        raise RefusedError(
+            f"the speculative model {draft_model!r} of method {method!r} must be a path or a name"
+        )
+    engine = {name: options.pop(name) for name in EngineOptions.model_fields if name in options}
+    engine_options = validated(EngineOptions, engine, method)
+    try:
+        drafter_options = parse_options(method, options)
+    except RefusedError as error:
+        every_method = ", ".join(EngineOptions.model_fields)
+        raise RefusedError(f"{error} (every method also has: {every_method})") from None
+    return TreeConfig(method, draft_model, drafter_options, engine_options)

@@ -1,0 +1,243 @@
+"""Engines as vLLM configures them: arguments, worker class, scheduler class, limits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.usage.usage_lib import UsageContext
+
+from vllm_trie.drafts import get_drafter_class
+from vllm_trie.drafts.engine.start.draft_support import check_trained_drafter, choose_verification
+from vllm_trie.drafts.engine.start.translate import requested_method, translate
+from vllm_trie.extras.memory.replicas import PASSWORD, USER, connect
+from vllm_trie.hooks.ledger.record import PLUGGABLE, Result, Symbols
+from vllm_trie.hooks.start import config, cpu_memory, runner_choice
+from vllm_trie.hooks.start.limits import ENV_SWITCH
+from vllm_trie.hooks.start.refusal import refusing_start
+from vllm_trie.refusal import RefusedError
+from vllm_trie.searches.engine.beam_support import check_catalogues
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
+
+_ANSWERED = {
+    "vllm.config.speculative": "Using a custom class-based proposer backend",
+    "vllm.config.vllm": "max_num_scheduled_tokens is set to",
+}
+"""By logger, the beginning of warnings that do not apply to the plugin's methods."""
+OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR")
+"""The documented environment variables of the plugin."""
+
+
+@refusing_start()
+def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
+    """Rewrite the engine arguments, in place, if they ask for a method of vllm-trie.
+
+    Raises:
+        RefusedError: An option or a combination is not allowed, or options are set without a
+            method.
+    """
+    method = requested_method(engine_args)
+    translate(engine_args)
+    if method is not None:
+        _answer_for_custom_class(engine_args)
+        _choose_worker(parallel_config, method)
+
+
+def _answer_for_custom_class(engine_args: EngineArgs) -> None:
+    """Keep vLLM from warning of what the plugin has chosen.
+
+    Trees need no slots of their own, so ``max_num_scheduled_tokens`` is not reduced for them. The
+    class ``custom_class`` is experimental for others than this plugin, whose ledger holds it to the
+    installed vLLM. Asynchronous scheduling, which vLLM switches off for it with a warning, is set
+    off where the user left it open.
+    """
+    for name in _ANSWERED:
+        logging.getLogger(name).addFilter(_is_about_others)
+    speculative: Any = engine_args.speculative_config
+    is_on_v1 = speculative["method"] == runner_choice.V1_METHOD
+    if is_on_v1 and engine_args.async_scheduling is None:
+        engine_args.async_scheduling = False
+
+
+def _is_about_others(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_ANSWERED[record.name])
+
+
+def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
+    """Set the worker class if the user left it to vLLM; refuse another one."""
+    from vllm.platforms import current_platform
+
+    worker_class = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
+    if parallel_config.worker_cls not in ("auto", worker_class):
+        raise RefusedError(
+            f"speculative method {method!r} of vllm-trie brings its own worker class, but "
+            f"worker_cls={parallel_config.worker_cls!r} was set; leave worker_cls at 'auto'"
+        )
+    parallel_config.worker_cls = worker_class
+
+
+@refusing_start()
+def verify(vllm_config: VllmConfig) -> None:
+    """Refuse a complete configuration that its method cannot run with; finish one that it can.
+
+    Refuses catalogues that cannot serve, and other files that options name, by their headers.
+
+    Raises:
+        RefusedError: Every reason at once.
+    """
+    tree_config = config.read(vllm_config)
+    if tree_config is not None:
+        asked = tree_config.engine_options.verification
+        if tree_config.neural is not None:
+            check_trained_drafter(vllm_config, tree_config.neural, asked)
+        _check_trace_path(tree_config.engine_options.trace_path)
+        chosen = choose_verification(vllm_config, tree_config.method, asked)
+        config.set_verification(vllm_config, chosen)
+        _leave_requests_unpadded(vllm_config)
+        _check_store(tree_config)
+        # A worker would find them too, a minute later and inside its traceback.
+        get_drafter_class(tree_config.method).check_files(
+            tree_config.drafter_options,
+            vllm_config.model_config.get_vocab_size(),
+            tree_config.draft_model,
+        )
+    check_catalogues(vllm_config)
+
+
+def _check_store(tree_config: config.TreeConfig) -> None:
+    method, options = tree_config.method, tree_config.engine_options
+    given = [name for name in ("store", "store_path") if getattr(options, name) is not None]
+    if given and not get_drafter_class(method).has_store(tree_config.drafter_options):
+        raise RefusedError(
+            f"{' and '.join(given)}: method {method!r} with these options keeps no texts of ended "
+            "requests; leave it out, or take ngram_trie with store_tokens above 0"
+        )
+    if options.store is not None:
+        connect(options.store).close()
+    store_path = options.store_path
+    folder = None if store_path is None else Path(store_path)
+    if folder is None or (store_path and folder.is_dir()):
+        return
+    if folder.exists() or not folder.parent.is_dir():
+        raise RefusedError(
+            f"store_path={store_path!r} must be a folder, or a new one in an existing folder; "
+            "create it, or leave store_path out"
+        )
+
+
+def _check_trace_path(trace_path: str | None) -> None:
+    if trace_path is None:
+        return
+    if not os.path.isdir(trace_path) or not os.access(trace_path, os.W_OK | os.X_OK):
+        raise RefusedError(
+            f"trace_path={trace_path!r} must be a folder that exists and that the engine may write "
+            "to; create it, or leave trace_path out"
+        )
+
+
+def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
+    """Keep vLLM from padding a request with one token left to compute to the size of a full draft.
+
+    The padding keeps CUDA graphs whole that take one length only. It costs rows. Worse, a padded
+    request that does not fit a step's tokens waits for ever, and one that is longer than
+    ``long_prefill_token_threshold`` ends the engine with an assertion. vLLM does not pad where the
+    length of drafts depends on the batch size; here it is the same for every size.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    if speculative.num_speculative_tokens_per_batch_size is None:
+        largest = vllm_config.scheduler_config.max_num_seqs
+        speculative.num_speculative_tokens_per_batch_size = [
+            (1, largest, speculative.num_speculative_tokens)
+        ]
+
+
+# -- patches ---------------------------------------------------------------------------------------
+
+
+_arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE)
+
+
+@_arguments.wraps("create_speculative_config", "rewrites a method of vllm-trie to custom_class")
+def create_speculative_config(
+    original: Callable[..., Result],
+    self: EngineArgs,
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
+) -> Result:
+    configure(self, target_parallel_config)
+    return original(self, target_model_config, target_parallel_config)
+
+
+@Symbols("envs:", "plugins can register environment variables").replaces(
+    "environment_variables", "vLLM knows the plugin's environment variables"
+)
+def environment_variables(original: Mapping[str, object]) -> dict[str, Any]:
+    """Add those of the plugin's variables that are set, which vLLM would call unknown.
+
+    Not the others: vLLM's compilation caches depend on the whole table.
+    """
+    variables: dict[str, Any] = {
+        name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES
+    }
+    variables |= dict.fromkeys((USER, PASSWORD), lambda: None)  # vLLM writes the values to files
+    return {**original, **{name: get for name, get in variables.items() if name in os.environ}}
+
+
+@_arguments.wraps("create_engine_config", "refuses unsupported configurations at start-up")
+def create_engine_config(
+    original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
+) -> VllmConfig:
+    """Verify each configuration that vLLM has completed."""
+    given = copy.copy(vars(self))
+    vllm_config = original(self, *args, **kwargs)
+    if config.read(vllm_config) is not None and runner_choice.belongs_on_v2(vllm_config):
+        vars(self).update(given)
+        with runner_choice.on_v2():
+            vllm_config = original(self, *args, **kwargs)
+    verify(vllm_config)
+    if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
+        _count_drafts(vllm_config)
+    cpu_memory.shrink_blocks(vllm_config, self.block_size)
+    cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
+    return vllm_config
+
+
+def _count_drafts(vllm_config: VllmConfig) -> None:
+    """Have the outputs of ``LLM`` say how many of their drafts were accepted."""
+    observability = vllm_config.observability_config
+    is_off = observability.per_request_spec_decode_metrics == "none"
+    if is_off and config.read(vllm_config) is not None:
+        observability.per_request_spec_decode_metrics = "summary"
+
+
+@Symbols("config.vllm:VllmConfig.", "vLLM does not hash additional_config").wraps(
+    "compute_hash", "options of the plugin do not make vLLM compile the model again"
+)
+def compute_hash(
+    original: Callable[..., str], self: VllmConfig, *args: object, **kwargs: object
+) -> str:
+    """Leave the plugin's options out of the hash of what vLLM compiles.
+
+    Drafters, trees and traces are outside of the compiled graph. The draft model stays: its weights
+    take memory, and vLLM's start-up plan has the same key.
+    """
+    additional = self.additional_config
+    if not isinstance(additional, dict) or config.CONFIG_KEY not in additional:
+        return original(self, *args, **kwargs)
+    hashed = copy.copy(self)
+    hashed.additional_config = {k: v for k, v in additional.items() if k != config.CONFIG_KEY}
+    if draft_model := config.own_part(additional).get("draft_model"):
+        hashed.additional_config[config.CONFIG_KEY] = draft_model
+    return original(hashed, *args, **kwargs)

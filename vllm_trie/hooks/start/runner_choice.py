@@ -1,0 +1,87 @@
+"""Which of vLLM's two model runners serves an engine with a method of vllm-trie.
+
+vLLM chooses Model Runner V1 for ``custom_class``, the method that the plugin's are rewritten to,
+and V2 for ``ngram_gpu``. Drafts run where vLLM runs an engine without speculation: on V2 on GPUs,
+and elsewhere where the user asks for V2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal
+
+from vllm_trie.hooks.ledger.patch import Scope
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+V1_METHOD = "custom_class"
+V2_METHOD = "ngram_gpu"
+"""Methods of vLLM in whose place a method of the plugin goes."""
+
+_on_v2: ContextVar[bool] = ContextVar("on_v2", default=False)
+
+
+@contextmanager
+def on_v2() -> Iterator[None]:
+    """Configure engines for Model Runner V2 within a ``with`` block."""
+    token = _on_v2.set(True)
+    try:
+        yield
+    finally:
+        _on_v2.reset(token)
+
+
+def stands_for() -> str:
+    """Return the method of vLLM that a method of the plugin is rewritten to."""
+    import vllm.envs as envs
+
+    asks_for_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER) or _on_v2.get()
+    return V2_METHOD if asks_for_v2 else V1_METHOD
+
+
+def belongs_on_v2(vllm_config: VllmConfig) -> bool:
+    """Return whether V2 would serve drafts, in a complete configuration that V1 serves so far."""
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != V1_METHOD:  # that of a trained drafter
+        return False
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return False
+    if current_platform.is_cpu() or not current_platform.is_cuda() or not HAS_TRITON:
+        return False
+    reasons = vllm_config._get_v2_model_runner_unsupported_features()
+    return not vllm_config.use_v2_model_runner and len(reasons) == 1  # the method alone
+
+
+def takes_any_length(engine_args: EngineArgs) -> bool:
+    """Return whether CUDA graphs are expected to take drafts of any length in one batch.
+
+    Those of FlashAttention 3 and of vLLM's Triton attention do. Workers find out for certain; this
+    only decides how many drafts the scheduler makes room for.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or not current_platform.is_cuda():
+        return True  # without CUDA graphs
+    capability = current_platform.get_device_capability()
+    backend = str(engine_args.attention_backend or "").rpartition(".")[2]
+    return backend == "TRITON_ATTN" or (capability is not None and capability.major == 9)
+
+
+def runner_scopes(
+    vllm_config: VllmConfig, verification: Literal["tree", "chain"]
+) -> tuple[Scope, ...]:
+    """Return the scopes of the patches that make this rank's model runner."""
+    if not vllm_config.use_v2_model_runner:
+        return ("tree_runner" if verification == "tree" else "chain_runner",)
+    parallel = vllm_config.parallel_config
+    # The last pipeline stage samples and drafts, and vLLM sends its drafts to those before it.
+    is_last_stage = parallel.rank >= parallel.world_size - parallel.tensor_parallel_size
+    return ("v2_stage", "v2_runner") if is_last_stage else ("v2_stage",)

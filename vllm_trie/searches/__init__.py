@@ -1,0 +1,34 @@
+"""Beam search as a pure algorithm: no model, no cache, no vLLM.
+
+:class:`BeamSearch` is the search, :class:`SearchSettings` its settings. The same search, written to
+be read, is ``tests/unit/beam/reference.py``.
+"""
+
+from vllm_trie.searches.candidates import Candidates, Draws, Outcomes, num_raw_candidates
+from vllm_trie.searches.search import BeamSearch, Children, Hypothesis
+from vllm_trie.searches.settings import (
+    ITEM_OPTIONS,
+    MAX_LENGTH_PENALTY,
+    OPTION_NAMES,
+    BeamOptions,
+    SearchSettings,
+    parse_options,
+)
+from vllm_trie.searches.trace import SearchTrace
+
+__all__ = [
+    "ITEM_OPTIONS",
+    "MAX_LENGTH_PENALTY",
+    "OPTION_NAMES",
+    "BeamOptions",
+    "BeamSearch",
+    "Candidates",
+    "Children",
+    "Draws",
+    "Hypothesis",
+    "Outcomes",
+    "SearchSettings",
+    "SearchTrace",
+    "num_raw_candidates",
+    "parse_options",
+]

@@ -1,0 +1,1 @@
+"""Beam search inside vLLM: front end, scheduler and workers."""

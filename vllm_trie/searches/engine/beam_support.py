@@ -1,0 +1,182 @@
+"""What an engine can search natively: why not, with which catalogues, and how wide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_trie.extras.items.trie_file import ItemsError, check_vocabulary, read_header
+from vllm_trie.hooks.start.config import ITEMS, own_part, spelled
+from vllm_trie.hooks.start.limits import problems
+from vllm_trie.refusal import RefusedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import BeamSearchParams, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_OFF = "_vllm_trie_beams_off"
+"""Attribute of a ``VllmConfig``: why the check at start-up has switched native searches off."""
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def reason_off(vllm_config: VllmConfig) -> str | None:
+    """Return why native beam search does not serve this engine, None if it does.
+
+    The front end and the engine's process come to the same answer: from the configuration, and
+    from what :func:`switch_off` has written into it in both.
+    """
+    return getattr(vllm_config, _OFF, None) or next(problems("beams", vllm_config), None)
+
+
+def switch_off(vllm_config: VllmConfig, reason: str | None) -> None:
+    """Have native beam search not serve this engine, for what showed at its start."""
+    setattr(vllm_config, _OFF, reason)
+
+
+def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
+    """Return why only vLLM's own search can serve the parameters, None if the native one can."""
+    if reason := reason_off(vllm_config):
+        return reason
+    return unsupported_rule(vllm_config, params)
+
+
+def unsupported_rule(
+    vllm_config: VllmConfig, params: SamplingParams | BeamSearchParams
+) -> str | None:
+    """Return why the native search cannot serve the grammar of these parameters."""
+    if getattr(params, "structured_outputs", None) is not None:
+        outputs = vllm_config.structured_outputs_config
+        if outputs.reasoning_parser and not outputs.enable_in_reasoning:
+            return (
+                "structured_outputs is not supported with reasoning_parser="
+                f"{outputs.reasoning_parser!r}, after whose reasoning the grammar would begin"
+            )
+        if params.ignore_eos:
+            return "structured_outputs is not supported with ignore_eos: a grammar ends with EOS"
+    return None
+
+
+def beam_slots(vllm_config: VllmConfig) -> int:
+    """Return the largest number of requests that the engine runs at once."""
+    scheduler = vllm_config.scheduler_config
+    active = getattr(scheduler, "max_num_active_seqs", None)
+    return scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
+
+
+def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why beams cannot share and copy KV blocks of this cache, None if they can.
+
+    A model's cache says what its configuration may not: only groups that keep every token of a
+    request, one state each, can be forked block by block.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
+        for layer_spec in specs.values():
+            if type(layer_spec) not in (FullAttentionSpec, MLAAttentionSpec):
+                return f"KV cache of kind {type(layer_spec).__name__} is not supported"
+            if getattr(layer_spec, "tokens_per_state", 1) != 1:
+                return "compressed KV cache (several tokens in one state) is not supported"
+    return None
+
+
+def catalogue_paths(vllm_config: VllmConfig) -> dict[str, Path]:
+    """Return the files of the engine's catalogues by name, empty if it has none."""
+    given = own_part(vllm_config.additional_config).get(ITEMS, {})
+    return {name: Path(path) for name, path in given.items()}
+
+
+def check_catalogues(vllm_config: VllmConfig) -> None:
+    """Refuse catalogues that the engine cannot serve; reads their headers.
+
+    Raises:
+        RefusedError: Native beam search is off, or a file is missing, damaged, or has tokens
+            outside the vocabulary.
+    """
+    paths = catalogue_paths(vllm_config)
+    if not paths:
+        return
+    reason = reason_off(vllm_config)
+    if reason is not None:
+        raise RefusedError(f"{spelled(ITEMS)} cannot be served: {reason}")
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    for name, path in paths.items():
+        try:
+            check_vocabulary(path, read_header(path), vocab_size)
+        except ItemsError as error:
+            raise ItemsError(f"{spelled(ITEMS)}[{name!r}] is an unusable file: {error}") from None
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class BeamRequestError(VLLMValidationError, ValueError):
+    """A beam request that cannot be served; the server answers 400 with its message."""
+
+
+def check_inputs(request: EngineCoreRequest | Request) -> None:
+    """Refuse a beam request with inputs that the search cannot continue.
+
+    Raises:
+        BeamRequestError: It has embeddings, images or streaming input.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
+    if request.mm_features:
+        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
+    if request.resumable:
+        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
+
+
+def check_slots(beam_width: int, slots: int) -> None:
+    """Refuse a search with more beams than an engine runs requests.
+
+    Raises:
+        BeamRequestError: `beam_width` is above `slots`.
+    """
+    if beam_width > slots:
+        raise BeamRequestError(
+            f"beam_width must be at most max_num_seqs={slots}, got {beam_width}; lower beam_width "
+            "or start the engine with a larger max_num_seqs"
+        )
+
+
+def check_blocks(
+    num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int, blocks: int
+) -> None:
+    """Refuse a search that needs more KV blocks, of `block_size` tokens, than an engine has.
+
+    Raises:
+        BeamRequestError: It needs more than `blocks`.
+    """
+    needed = min_blocks(num_prompt_tokens, beam_width, max_new_tokens, block_size)
+    if needed > blocks:
+        raise BeamRequestError(
+            f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
+            f"least {needed} KV blocks of {block_size} tokens, the engine has {blocks}; "
+            "lower beam_width, shorten the prompt or give the engine more KV cache memory"
+        )
+
+
+def min_blocks(
+    num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int
+) -> int:
+    """Return the fewest KV blocks with which a search can take its steps.
+
+    After the first fork every beam has a block of its own behind the prompt's full blocks.
+    """
+    full, tail = divmod(num_prompt_tokens, block_size)
+    if max_new_tokens <= 1 or beam_width == 1:
+        return full + bool(tail) + (max_new_tokens > 1 and not tail)
+    return full + beam_width

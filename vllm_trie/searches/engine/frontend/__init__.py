@@ -1,0 +1,1 @@
+"""Searches in the front end: requests, calls, answers."""

@@ -1,0 +1,340 @@
+"""Beam groups: intake, refusal, parking and answers.
+
+``admission.py`` decides when groups start. The functions of ``proxies.py`` pass their beams to
+vLLM's scheduler and to the worker, and the outputs back. A group that loses its blocks next to
+other groups is parked until they are done or there is room: they would take them from each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_trie.extras.items.catalogues import Catalogues
+from vllm_trie.hooks.wire import beam_spec
+from vllm_trie.searches.engine.beam_support import (
+    beam_slots,
+    catalogue_paths,
+    check_blocks,
+    check_slots,
+    unsupported_rule,
+)
+from vllm_trie.searches.engine.scheduler import proxies
+from vllm_trie.searches.engine.scheduler.admission import Admission
+from vllm_trie.searches.engine.scheduler.beams import BeamProxy, EngineLimits
+from vllm_trie.searches.engine.scheduler.group import BeamGroup, error_output
+from vllm_trie.searches.engine.scheduler.group_rules import GroupRules, has_rules
+from vllm_trie.searches.engine.scheduler.proxies import BeamCounters
+from vllm_trie.searches.engine.scheduler.stop_strings import make_stop_string_finder
+from vllm_trie.searches.engine.scheduler.tables import num_blocks
+from vllm_trie.searches.engine.search_wire import SELECTIONS
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+logger = init_logger(__name__)
+
+Outputs = dict[int, list[EngineCoreOutput]]
+"""Client index to outputs."""
+
+_STATUS = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+}
+
+
+class BeamGroups:
+    """Owner of the groups: takes searches in, parks groups, and answers.
+
+    It writes the counters and the searches among the scheduler's ``requests``.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.counters = BeamCounters()
+        self.admission = Admission(scheduler)
+        self._refused: list[Request] = []
+        self.by_id: dict[str, BeamGroup] = {}
+        """Request id to group, in order of arrival. Only this class writes it."""
+        vllm_config = scheduler.vllm_config
+        on_device = bool(
+            scheduler.use_v2_model_runner
+            and scheduler.scheduler_config.async_scheduling
+            and scheduler.parallel_config.pipeline_parallel_size == 1
+        )
+        self.limits = EngineLimits(
+            scheduler.max_model_len,
+            vllm_config.model_config.get_vocab_size(),
+            scheduler.block_size,
+            num_blocks(scheduler.kv_cache_manager),
+            scheduler.max_num_scheduled_tokens,
+            on_device,
+        )
+        self.catalogues = Catalogues(catalogue_paths(vllm_config), self.limits.vocab_size)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no search waits for an answer."""
+        return not self.by_id and not self._refused
+
+    def num_further_beams(self) -> tuple[int, int]:
+        """Return the beams that vLLM does not count as running requests, and as waiting ones.
+
+        Groups that have not started or are parked wait with all their beams.
+        """
+        groups = self.by_id.values()
+        running = sum(group.search.num_rows - 1 for group in groups if group.runs)
+        waiting = sum(group.beam_width - 1 for group in groups if not group.started)
+        return running, waiting + sum(group.beam_width for group in groups if group.parked)
+
+    # -- intake ------------------------------------------------------------------------------------
+
+    def add(self, request: Request, off: str | None) -> None:
+        """Make a group of a search, or refuse it.
+
+        Args:
+            request: The search's request.
+            off: Why this engine has no native beam search, None if it has.
+        """
+        if self._scheduler.log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
+        self._scheduler.requests[request.request_id] = request
+        try:
+            if off is not None:
+                raise ValueError(f"native beam search is off: {off}")
+            group = self._new_group(request)
+        except Exception as error:
+            self.refuse(request, error)
+        else:
+            self.by_id[request.request_id] = group
+            self._scheduler.add_request(group.beams.proxy)
+
+    def refuse(self, request: Request, error: Exception) -> None:
+        """Answer a request with an error: what it carries cannot be served."""
+        is_foreseen = isinstance(error, ValueError)
+        logger.error("Request %s refused: %s", request.request_id, error, exc_info=not is_foreseen)
+        self._scheduler.requests[request.request_id] = request
+        self._refused.append(request)
+
+    @contextmanager
+    def _failing_alone(self, group: BeamGroup) -> Iterator[None]:
+        """Have an error fail this group alone, whose request gets an error as its answer."""
+        try:
+            yield
+        except Exception:
+            request_id = group.request.request_id
+            logger.exception("Beam search failed for request %s", request_id)
+            self.counters.groups_failed += 1
+            self._refused.append(group.request)
+            proxies.free(self._scheduler, group.beams.proxy)
+            del self.by_id[request_id]
+
+    def _new_group(self, request: Request) -> BeamGroup:
+        """Make a search's group.
+
+        Raises:
+            ValueError: The group could not run even alone.
+        """
+        scheduler = self._scheduler
+        params = request.sampling_params
+        assert params is not None
+        group = BeamGroup(
+            request,
+            beam_spec(params),
+            self.limits,
+            scheduler.current_step,
+            make_stop_string_finder(scheduler.vllm_config.model_config, params),
+            self.catalogues,
+            self._rules(request),
+        )
+        check_slots(group.beam_width, beam_slots(scheduler.vllm_config))
+        check_blocks(
+            group.prompt.size,
+            group.beam_width,
+            group.search.settings.max_new_tokens,
+            self.limits.block_size,
+            self.limits.num_blocks,
+        )
+        return group
+
+    def _rules(self, request: Request) -> GroupRules | None:
+        assert request.sampling_params is not None
+        if not has_rules(request.sampling_params):
+            return None
+        if reason := unsupported_rule(self._scheduler.vllm_config, request.sampling_params):
+            raise ValueError(reason)
+        manager = self._scheduler.structured_output_manager
+        return GroupRules(request, manager, self.limits.vocab_size)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def before_schedule(self) -> None:
+        """Prepare groups for the step that vLLM is about to schedule."""
+        for group in [*self.by_id.values()]:
+            with self._failing_alone(group):  # its grammar may not compile
+                if group.rules is not None:
+                    group.rules.prepare(group.beam_width)
+        self._unpark()
+        self.admission.begin_step(self.by_id)
+        proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)
+
+    def lets_start(self, request: Request) -> bool:
+        """Return whether a queued request may start in the step that vLLM is scheduling."""
+        if not self.admission.lets_start(request):
+            return False
+        if isinstance(request, BeamProxy) and not self.by_id[request.search_id].started:
+            self._start(self.by_id[request.search_id])
+        return True
+
+    def after_schedule(self, output: SchedulerOutput) -> None:
+        """Send the beams of the scheduled groups, and what selects their candidates."""
+        self.admission.end_step()
+        self._scheduler.max_num_scheduled_tokens = self.limits.tokens_per_step
+        proxies.send_beams(self._scheduler, output, self.counters)
+        selections = []
+        for group in [*self.by_id.values()]:
+            with self._failing_alone(group):
+                if (selection := group.selection(output)) is not None:
+                    selections.append(selection)
+        if selections:
+            setattr(output, SELECTIONS, selections)
+
+    def take_outputs(
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput, outputs: Outputs
+    ) -> SchedulerOutput:
+        """Take a step's candidates and step the searches; add the answers of those that end, and of
+        refused requests, to `outputs`.
+
+        Returns:
+            The scheduler output without groups, for vLLM's own code.
+        """
+        if self.by_id:
+            scheduler_output, ready = proxies.take_outputs(
+                self._scheduler, self.by_id, scheduler_output, model_output
+            )
+            for group in ready:
+                with self._failing_alone(group):
+                    self._step(group, outputs)
+        for request in self._refused:
+            self._answer(request, error_output(request), outputs)
+            self._forget(request)
+        self._refused = []
+        return scheduler_output
+
+    def _start(self, group: BeamGroup) -> None:
+        self.counters.groups += 1
+        report: dict[str, object] | None = None
+        if self._scheduler.log_stats:
+            now = time.monotonic()
+            config = self._scheduler.vllm_config
+            report = {
+                "model_name": config.model_config.served_model_name,
+                "engine": str(config.parallel_config.data_parallel_index),
+                "searches": 1,
+                "hypotheses": group.beam_width,
+                "waiting_seconds": now - group.arrival,
+            }
+            group.request.record_event(EngineCoreEventType.SCHEDULED, now)
+        group.start(report)
+
+    # -- parking -----------------------------------------------------------------------------------
+
+    def _unpark(self) -> None:
+        """Let the oldest parked group go on if no other group is short of blocks."""
+        parked = [group for group in self.by_id.values() if group.parked]
+        if not parked:
+            return
+        group = min(parked, key=attrgetter("request"))
+        if active := self._active():
+            hungry = not all(other.runs for other in active)
+            manager = self._scheduler.kv_cache_manager
+            enough = min(group.expected_blocks, self.limits.num_blocks // 2)
+            if hungry or manager.block_pool.get_num_free_blocks() < enough:
+                return
+        group.park(False)
+        proxies.requeue(self._scheduler, group)
+
+    def preempt(self, proxy: BeamProxy) -> None:
+        """Begin a group anew that vLLM has preempted; park it if others run: they would take the
+        blocks from each other."""
+        group = self.by_id[proxy.search_id]
+        if not group.parked and len(self._active()) > 1:
+            group.park(True)
+            self.counters.groups_parked += 1
+        self.counters.beams_preempted += max(1, group.beams.num_beams)
+        proxies.replace_preempted(self._scheduler, group)
+
+    def _active(self) -> list[BeamGroup]:
+        return [group for group in self.by_id.values() if group.started and not group.parked]
+
+    def num_unfinished(self) -> int:
+        """Return the number of requests to add to those that vLLM counts as unfinished.
+
+        Parked groups have nothing in vLLM's own queues.
+        """
+        if self._scheduler.pause_state != PauseState.UNPAUSED:
+            return 0
+        return len(self.by_id) + len(self._refused)
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def _step(self, group: BeamGroup, outputs: Outputs) -> None:
+        """Take a step of a group's search; add its answer to `outputs` if it ends."""
+        children = group.advance()
+        self.counters.steps += 1
+        if group.search.done:
+            self._answer(group.request, group.output(), outputs)
+            self._remove(group)
+            return
+        self.counters.beams_forked += len(children) - len(set(children.parents.tolist()))
+        group.beams.follow(children)
+
+    def drop_finished(self) -> None:
+        """Forget groups and refused requests that no client waits for any more."""
+        for group in [group for group in self.by_id.values() if group.request.is_finished()]:
+            self._remove(group)
+        self._refused = [request for request in self._refused if not request.is_finished()]
+
+    def _answer(self, request: Request, output: EngineCoreOutput, outputs: Outputs) -> None:
+        assert output.finish_reason is not None
+        request.status = _STATUS[output.finish_reason]
+        outputs.setdefault(request.client_index, []).append(output)
+
+    def _remove(self, group: BeamGroup) -> None:
+        proxies.free(self._scheduler, group.beams.proxy)
+        self._forget(group.request)
+        del self.by_id[group.request.request_id]
+
+    def _forget(self, request: Request) -> None:
+        self._scheduler.requests.pop(request.request_id, None)
+        if self._scheduler.finished_req_ids_dict is not None:
+            self._scheduler.finished_req_ids_dict[request.client_index].add(request.request_id)
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two calls of the scheduler, for groups and their proxies.
+
+        - A client waits for each group and each refused request, and vLLM's requests hold them.
+        - Groups have at most ``beam_width`` beams; only started groups are parked.
+        - No more requests run than there are slots.
+        """
+        scheduler = self._scheduler
+        for name, group in self.by_id.items():
+            assert group.search.num_rows <= group.beam_width, f"{name} is too wide"
+            assert group.started or not group.parked, f"{name}: parked before its start"
+        for request in (*self._refused, *(group.request for group in self.by_id.values())):
+            assert not request.is_finished(), f"nobody waits for {request.request_id}"
+            assert scheduler.requests[request.request_id] is request
+        assert len(scheduler.running) <= scheduler.max_num_running_reqs
+        self.admission.check_integrity(self.by_id.values())
+        proxies.check_proxies(scheduler, self.by_id.values())

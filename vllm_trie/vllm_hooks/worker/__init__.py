@@ -1,1 +1,0 @@
-"""Hooks in the workers: model runners with trees."""
