@@ -14,16 +14,22 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_trie._version import __version__
+from vllm_trie.extras import brought
 
 LAB = "vllm_trie.lab.commands.main"
 LAB_COMMANDS = ("model-path", "fetch-model", "demo", "doctor", "validate")
 """Commands of the application in :data:`LAB`."""
+_OF_EXTRAS = {
+    name: (f"{package}.{module}", summary)
+    for package, commands in brought("commands")
+    for name, (module, summary) in commands.items()
+}
 GROUPS = {
     "beam": "vllm_trie.lab.commands.beam",
     "corpus": "vllm_trie.lab.commands.corpus",
     "explore": "vllm_trie.lab.commands.explore",
-    "items": "vllm_trie.extras.items.command",
     "medusa": "vllm_trie.lab.medusa.command",
+    **{name: module for name, (module, _) in _OF_EXTRAS.items()},
 }
 """Commands that live in other modules, each as a typer application named ``app``."""
 
@@ -31,8 +37,8 @@ GROUPS = {
 SUMMARIES = {
     "beam": "Run a beam search and draw it: which branches were kept, dropped and finished.",
     "corpus": "Corpora that `ngram_trie` drafts from (its option `corpus`).",
-    "items": "Catalogues of items for constrained beam search (the request option `items`).",
     "medusa": "Train Medusa heads for a model.",
+    **{name: summary for name, (_, summary) in _OF_EXTRAS.items()},
 }
 """The help of these groups, so that `--help` lists them without their imports."""
 
@@ -59,7 +65,7 @@ class _LazyGroup(TyperGroup):
         super().format_help(ctx, formatter)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        groups = [name for name, module in GROUPS.items() if _is_installed(module)]
+        groups = sorted(name for name, module in GROUPS.items() if _is_installed(module))
         return [*(LAB_COMMANDS if _is_installed(LAB) else ()), *groups]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

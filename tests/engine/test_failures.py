@@ -9,7 +9,7 @@ from tests.engine.compare import accepted_tokens, differences, generate, specula
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
-from vllm_trie.drafts.engine.verifier import TreeStep
+from vllm_trie.drafts.engine.tree_step import TreeStep
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)

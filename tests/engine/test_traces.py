@@ -69,7 +69,7 @@ def test_traces_are_the_outputs(engine, folder, verification):
     assert all(len(step.probabilities) == len(step.nodes) <= 16 for step in steps)
     branched = [step for step in steps if step.parents != list(range(-1, len(step.nodes) - 1))]
     assert bool(branched) == (verification == "tree")
-    assert not trees_of(llm).recorder._followed
+    assert not trees_of(llm).observers[0]._followed
 
 
 def test_offline_runs_are_traces(engine, folder):

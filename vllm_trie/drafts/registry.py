@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from vllm_trie.drafts.drafter import Drafter
+from vllm_trie.extras import brought
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
@@ -17,15 +18,14 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "vllm_trie.drafters"
 """Entry points in this group, `name = "module:DrafterClass"`, become methods."""
 
-# Entry points too: a method's module is imported on first use, and Medusa's imports torch.
+# Entry points too: a method's module is imported on first use, and some import torch.
 _BUILT_IN = {
-    name: EntryPoint(name, f"vllm_trie.{value}", ENTRY_POINT_GROUP)
-    for name, value in {
-        "lookahead_trie": "extras.lookahead:LookaheadDrafter",
-        "medusa_dynamic": "extras.heads:MedusaDrafter",
-        "ngram_trie": "drafts.ngram_trie:NgramTrieDrafter",
-        "trie_union": "extras.union:TrieUnionDrafter",
-    }.items()
+    name: EntryPoint(name, f"{package}.{value}", ENTRY_POINT_GROUP)
+    for package, methods in (
+        ("vllm_trie.drafts", {"ngram_trie": "ngram_trie:NgramTrieDrafter"}),
+        *brought("methods"),
+    )
+    for name, value in methods.items()
 }
 _registered: dict[str, type[Drafter]] = {}
 _REMOVED = {

@@ -1,1 +1,85 @@
-"""Features beside drafts and searches, a folder each."""
+"""Features beside drafts and searches, a folder each, and the table of what they bring.
+
+The core asks :func:`brought` and :func:`loaded` and knows no extra by its name. A folder that is
+not there brings nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Extra(NamedTuple):
+    """What an extra brings. Objects are named ``"module:attribute"`` below its folder, and imported
+    on use.
+
+    Attributes:
+        methods: Drafter classes by the name of their drafting method.
+        hooks: Modules with entries of the ledger, by feature and platform.
+        commands: Modules of the command line, and their help, by the name of their group.
+        step_observer: Makes a :class:`~vllm_trie.drafts.engine.observers.StepObserver` for an
+            engine, or None.
+        checks: Checks of a device before an engine serves, by what they check: ``"drafts"`` or
+            ``"attention"``.
+    """
+
+    methods: Mapping[str, str] = {}
+    hooks: Mapping[tuple[str, str], str] = {}
+    commands: Mapping[str, tuple[str, str]] = {}
+    step_observer: str = ""
+    checks: Mapping[str, str] = {}
+
+
+EXTRAS: Mapping[str, Extra] = {
+    "predictions": Extra(hooks={("speculation", "any"): "request"}),
+    "forced_tokens": Extra(),
+    "traces": Extra(step_observer="recorder:open_recorder"),
+    "memory": Extra(),
+    "corpus": Extra(),
+    "items": Extra(
+        commands={
+            "items": (
+                "command",
+                "Catalogues of items for constrained beam search (the request option `items`).",
+            )
+        }
+    ),
+    "ahead": Extra(),
+    "device_checks": Extra(
+        hooks={("beam", "any"): "search_check"},
+        checks={
+            "drafts": "start_check:reason_against_drafts",
+            "attention": "gpu_check:check_device",
+        },
+    ),
+    "heads": Extra(methods={"medusa_dynamic": "drafter:MedusaDrafter"}),
+    "lookahead": Extra(methods={"lookahead_trie": "drafter:LookaheadDrafter"}),
+    "union": Extra(methods={"trie_union": "drafter:TrieUnionDrafter"}),
+}
+"""The extras, in the order in which the core asks them. Those that bring nothing here are still
+named in the core."""
+
+
+def brought(part: str) -> Iterator[tuple[str, Any]]:
+    """Yield the package of each extra that is there, and its part, see :class:`Extra`, if it has
+    one."""
+    for name, extra in EXTRAS.items():
+        package = f"{__name__}.{name}"
+        if (of_extra := getattr(extra, part)) and importlib.util.find_spec(package) is not None:
+            yield package, of_extra
+
+
+def load(package: str, name: str) -> Any:
+    """Return the object called ``"module:attribute"`` below a package."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(f"{package}.{module}"), attribute)
+
+
+def loaded(part: str, key: str | None = None) -> Iterator[Any]:
+    """Yield the objects of a part, or those that have a key in it."""
+    for package, of_extra in brought(part):
+        if key is None or key in of_extra:
+            yield load(package, of_extra if key is None else of_extra[key])

@@ -13,6 +13,7 @@ from vllm import SamplingParams
 
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
+from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.traces import recorder as module
 from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.extras.traces.trace_file import Step, read_trace
@@ -48,7 +49,8 @@ def recorder_of(folder: Path, method: str = "ngram_trie", **options: Any) -> Tra
 
 def record(recorder: TraceRecorder, results: dict[str, VerifiedStep], new_tokens: Any) -> None:
     trees = [result.tree for result in results.values()]
-    recorder.record([*results], trees, [r.accepted for r in results.values()], new_tokens)
+    accepted = [result.accepted for result in results.values()]
+    recorder.ended(TreeStep([*results], trees, accepted=accepted), new_tokens)
 
 
 @pytest.fixture
@@ -57,13 +59,13 @@ def recorder(tmp_path):
 
 
 def test_a_request_that_asks_gets_a_file(recorder, tmp_path):
-    recorder.begin([asking("a"), asking("b", {}), asking("c", {"speculation_trace": 0})])
+    recorder.begun([asking("a"), asking("b", {}), asking("c", {"speculation_trace": 0})])
     record(recorder, {"a": NOTHING, "b": NOTHING}, [[4], [4]])
-    recorder.begin([asking("a")])  # preempted: its text starts again, its trace goes on
+    recorder.begun([asking("a")])  # preempted: its text starts again, its trace goes on
     record(recorder, {"b": NOTHING, "a": ACCEPTED}, [[8], [5, 6, 9]])
     record(recorder, {"a": NOTHING}, [[]])
     for request_id in "abc":
-        recorder.end(request_id)
+        recorder.released(request_id)
     (path,) = tmp_path.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     trace = read_trace(path)
@@ -83,17 +85,17 @@ def test_a_request_that_asks_gets_a_file(recorder, tmp_path):
     ],
 )
 def test_the_trace_ends_with_the_output(recorder, tmp_path, params, tokens):
-    recorder.begin([asking("a", **params)])
+    recorder.begun([asking("a", **params)])
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
-    recorder.end("a")
+    recorder.released("a")
     (path,) = tmp_path.iterdir()
     assert [step.tokens for step in read_trace(path).steps] == [tokens]
 
 
 def test_steps_say_why_there_is_no_draft_and_who_drafted(recorder, tmp_path):
-    recorder.begin([asking("a")])
+    recorder.begun([asking("a")])
     empty = TokenTree.empty()
-    recorder.observe_drafts(["a"], {}, lambda _: False)  # while its prefill goes on
+    recorder.drafted(["a"], {}, lambda _: False)  # while its prefill goes on
     expected = ["prefill"]
     record(recorder, {"a": NOTHING}, [[4]])
     for drafts, has_failed, result, reason in (
@@ -106,10 +108,10 @@ def test_steps_say_why_there_is_no_draft_and_who_drafted(recorder, tmp_path):
         (None, False, NOTHING, "pause"),
     ):
         if drafts is not None:
-            recorder.observe_drafts(["a", "b"], drafts, lambda _, failed=has_failed: failed)
+            recorder.drafted(["a", "b"], drafts, lambda _, failed=has_failed: failed)
         record(recorder, {"a": result}, [[5, 6, 9]])
         expected.append(reason)
-    recorder.end("a")
+    recorder.released("a")
     (path,) = tmp_path.iterdir()
     steps = read_trace(path).steps
     assert [step.no_draft for step in steps] == expected
@@ -118,7 +120,7 @@ def test_steps_say_why_there_is_no_draft_and_who_drafted(recorder, tmp_path):
 
 def test_the_header_has_the_options(tmp_path):
     recorder = recorder_of(tmp_path, "trie_union", drafters=["ngram_trie"])
-    recorder.begin([asking("a")])
+    recorder.begun([asking("a")])
     (path,) = tmp_path.iterdir()
     header = read_trace(path).header
     assert header.parts == ["ngram_trie"]
@@ -129,9 +131,9 @@ def test_the_header_has_the_options(tmp_path):
 
 def test_request_ids_are_no_paths(recorder, tmp_path):
     ids = ["../../etc/passwd", "/etc/x", "a\0b\n", "é" * 300, ".", ""]
-    recorder.begin([asking(request_id) for request_id in ids])
+    recorder.begun([asking(request_id) for request_id in ids])
     for request_id in ids:
-        recorder.end(request_id)
+        recorder.released(request_id)
     paths = list(tmp_path.iterdir())
     assert len(paths) == len(ids)
     assert {read_trace(path).header.request_id for path in paths} == set(ids)
@@ -141,27 +143,27 @@ def test_existing_files_stay(recorder, tmp_path):
     target, link = tmp_path / "target", tmp_path / "a.trace.jsonl"
     target.write_text("kept")
     link.symlink_to(target)
-    recorder.begin([asking("a")])
+    recorder.begun([asking("a")])
     record(recorder, {"a": NOTHING}, [[4]])
-    recorder.end("a")
+    recorder.released("a")
     assert target.read_text() == "kept"
 
 
 def test_the_folder_is_bounded(recorder, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_FILES", 2)
-    recorder.begin([asking(request_id) for request_id in "abc"])
+    recorder.begun([asking(request_id) for request_id in "abc"])
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_disk_that_fills_up_ends_the_trace_only(recorder, tmp_path, monkeypatch):
-    recorder.begin([asking("a")])
+    recorder.begun([asking("a")])
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, recorder._followed["a"].file.fileno())
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
     os.close(full)
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
-    recorder.end("a")
+    recorder.released("a")
     assert not recorder._followed
     (path,) = tmp_path.iterdir()
     trace = read_trace(path)  # of a process that was killed just as well
@@ -169,10 +171,10 @@ def test_a_disk_that_fills_up_ends_the_trace_only(recorder, tmp_path, monkeypatc
 
 
 def test_a_step_that_makes_no_sense_ends_the_trace_only(recorder, tmp_path):
-    recorder.begin([asking("a")])
+    recorder.begun([asking("a")])
     record(recorder, {"a": VerifiedStep(TREE, (2, 1), None)}, [[5, 6, 9]])
     record(recorder, {"a": ACCEPTED}, [[5, 6, 9]])
-    recorder.end("a")
+    recorder.released("a")
     (path,) = tmp_path.iterdir()
     assert read_trace(path)[1:] == ([], "missing")
 

@@ -557,7 +557,7 @@ def test_only_drafted_tokens_are_valid(invalid, monkeypatch):
 def test_traces_follow_the_requests(steps, tmp_path):
     tree_config = TreeConfig("next_numbers", None, EngineOptions(), EngineOptions())
     drafter = steps.adapter.trees.guard.drafter
-    steps.adapter.trees.recorder = TraceRecorder(tmp_path, tree_config, drafter)
+    steps.adapter.trees.observers = [TraceRecorder(tmp_path, tree_config, drafter)]
     steps.add("a", [1, 3], extra_args={"speculation_trace": True})
     steps.add("b", [1, 3])
     steps.step({"a": [6], "b": [6]})

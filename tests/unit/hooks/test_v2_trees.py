@@ -19,8 +19,9 @@ from tests.unit.tree.strategies import token_trees
 from vllm_trie.drafts import Drafter, DrafterOptions
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
+from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup, compact, compact_on_device
-from vllm_trie.drafts.engine.verifier import TreeStep, TreeVerifier
+from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.tree import TokenTree
 
 NUM_NODES = 4

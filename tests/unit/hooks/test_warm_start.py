@@ -13,6 +13,8 @@ import numpy as np
 from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
 from vllm_trie.drafts import Drafter
 from vllm_trie.extras.memory import Identity, Slot, StoredText, StoreHeader, read_store, write_store
+from vllm_trie.extras.memory import warm_start as module
+from vllm_trie.extras.memory.warm_start import WarmStart
 from vllm_trie.tree import TokenTree
 
 IDENTITY = Identity("model", "fingerprint", VOCAB)

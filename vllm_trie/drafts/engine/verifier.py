@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_trie.attention import TreeBatch, likeliest
-from vllm_trie.drafts import DraftRequest, LogitsRows, VerifiedStep
+from vllm_trie.attention import likeliest
+from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.budget import DraftForecast, NodeBudget
 from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.engine.step_clock import StepClock
+from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification import compaction
 from vllm_trie.drafts.engine.verification.placement import QueryTokens, place_trees, scheduled_tree
 from vllm_trie.drafts.engine.verification.sampling import (
@@ -30,7 +31,6 @@ from vllm_trie.drafts.engine.verification.sampling import (
 )
 from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 from vllm_trie.extras.memory.warm_start import Sharing, WarmStart
-from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.hooks.wire import TreeStats, WaitCause
 from vllm_trie.tree import TokenTree
 
@@ -47,64 +47,6 @@ _MOST_PLAIN_ROWS = 16
 would take over 1 % of a step on a GPU."""
 
 
-@dataclass(slots=True)
-class TreeStep:
-    """The trees of a step and what became of them.
-
-    Attributes:
-        request_ids: Of the batch, in its order, as are the other sequences.
-        trees: Of each request; empty ones without a draft.
-        first_rows: Of the logits of each request, ``N + 1`` rows for one with N nodes.
-        accepted: Accepted nodes of each request; none before verification.
-        num_decode_tokens: Tokens of the step; 0 with prefills among them, as its duration cannot be
-            attributed to nodes then.
-        started: When it began, by ``time.perf_counter``.
-        is_pausing: Whether no drafts are wanted after it.
-        has_drafts: Whether it verifies any.
-        tree_batch: The trees that need tree attention.
-        likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
-            where they are not read.
-        argmax: int of each row of logits; None where the drafter does not need it.
-        num_decoding: Requests that got tokens.
-    """
-
-    request_ids: Sequence[str] = ()
-    trees: Sequence[TokenTree] = ()
-    first_rows: Sequence[int] = ()
-    accepted: Sequence[Sequence[int]] = ()
-    num_decode_tokens: int = 0
-    started: float = 0.0
-    is_pausing: bool = False
-    has_drafts: bool = False
-    tree_batch: TreeBatch | None = None
-    likeliest: tuple[np.ndarray, np.ndarray] | None = None
-    argmax: np.ndarray | None = None
-    num_decoding: int = 0
-
-    def paths_of(self, new_tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the accepted nodes of each request, as its output tokens show them.
-
-        Args:
-            new_tokens: The accepted ones and one more; none while a prefill goes on.
-        """
-        pairs = zip(self.trees, new_tokens, strict=True)
-        return [tree.path_of(tokens[:-1]) for tree, tokens in pairs]
-
-    def last_row(self, index: int) -> int:
-        """Return the row of logits that gave a request's newest token."""
-        path = self.accepted[index]
-        return self.first_rows[index] + (path[-1] + 1 if path else 0)
-
-    def show(self, request: DraftRequest, index: int) -> None:
-        """Let a drafter see a request's part of the step, by its index in the batch."""
-        tree, path, first = self.trees[index], tuple(self.accepted[index]), self.first_rows[index]
-        rows = slice(first, first + tree.num_nodes + 1)
-        argmax = None if self.argmax is None else np.asarray(self.argmax[rows], dtype=np.int32)
-        request.last_step = VerifiedStep(tree, path, argmax)
-        if self.likeliest is not None:
-            request.rows = LogitsRows(tree, path, *(array[rows] for array in self.likeliest))
-
-
 class TreeVerifier:
     """Draft trees of an engine's requests: proposed, placed, verified, released.
 
@@ -115,7 +57,7 @@ class TreeVerifier:
             budget's least probability is for one rank only, as are its pauses on Model Runner
             V1. On V2 all ranks pause with rank 0.
         memories: Save and share what is learned.
-        recorder: Writes the traces that requests ask for; ``None`` where the operator wants none.
+        observers: Told of each step.
 
     Attributes:
         forecast: Of the next drafts, where steps are launched ahead of them.
@@ -129,11 +71,11 @@ class TreeVerifier:
         budget: NodeBudget | None = None,
         share_trees: ShareTrees | None = None,
         memories: Sequence[WarmStart | Sharing] = (),
-        recorder: TraceRecorder | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.guard = guard
         self.budget = budget
-        self.recorder = recorder
+        self.observers = observers
         self.forecast: DraftForecast | None = None
         self.step = TreeStep()
         self.totals = TreeStats()
@@ -324,8 +266,8 @@ class TreeVerifier:
         step.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
         self._stats.steps += step.num_decoding
         self._stats.tokens += sum(map(len, new_tokens))
-        if self.recorder is not None:
-            self.recorder.record(step.request_ids, step.trees, step.accepted, new_tokens)
+        for observer in self.observers:
+            observer.ended(step, new_tokens)
         for request_id in step.request_ids:
             self._stored_trees.pop(request_id, None)
         self._stats.bookkeeping_seconds += time.perf_counter() - start
@@ -395,10 +337,11 @@ class TreeVerifier:
             # What the step has places for costs nothing more; the budget pauses drafting at most.
             pairs = zip(requests, proposed, strict=True)
             trees = [tree.prefix(lengths.get(request.request_id, 0)) for request, tree in pairs]
-        if self.recorder is not None:
+        if self.observers:
             request_ids = [request.request_id for request in requests]
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
-            self.recorder.observe_drafts(step.request_ids, drafts, self.guard.has_failed)
+            for observer in self.observers:
+                observer.drafted(step.request_ids, drafts, self.guard.has_failed)
         return trees if self.share_trees is None else self.share_trees(trees)
 
     def _observe_forecast(
@@ -437,5 +380,5 @@ class TreeVerifier:
         self.guard.release(request_id, ended)
         if self.forecast is not None:
             self.forecast.release(request_id)
-        if self.recorder is not None:
-            self.recorder.end(request_id)
+        for observer in self.observers:
+            observer.released(request_id)

@@ -16,6 +16,7 @@ from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafts.ngram_trie.recycling import Recycling
 from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
 from vllm_trie.drafts.ngrams import Blend, Job, NativeBackend, Recycled, Rows, Source
+from vllm_trie.drafts.ngrams.native import NativeCorpus
 from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
 from vllm_trie.extras.corpus.corpus_file import (
     CorpusError,

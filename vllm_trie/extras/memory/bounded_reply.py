@@ -77,7 +77,7 @@ class BoundedParser(_RESP2Parser):
     """The client's parser of version 2 of the protocol, with a bounded buffer."""
 
     def on_connect(self, connection: Any) -> None:
-        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        super().on_connect(connection)
         self._buffer = _BoundedBuffer(
             connection._sock, self.socket_read_size, connection.socket_timeout
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from vllm.logger import init_logger
 
 from vllm_trie.drafts.engine.draft_requests import ends_with
+from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.extras.traces.trace_file import Header, NoDraft, Step, TraceWriter
 from vllm_trie.hooks.wire import TRACE
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
 
     from vllm_trie.drafts import Drafter, DrafterContext
+    from vllm_trie.drafts.engine.tree_step import TreeStep
     from vllm_trie.hooks.start.config import TreeConfig
     from vllm_trie.tree import TokenTree
 
@@ -49,7 +51,7 @@ class _Followed:
     no_draft: NoDraft = "prefill"
 
 
-class TraceRecorder:
+class TraceRecorder(StepObserver):
     """Writes a file for each request that asks for its trace.
 
     A fault, of the disk or in what is recorded, ends the trace and never the request.
@@ -67,7 +69,7 @@ class TraceRecorder:
         self._drafter = drafter
         self._followed: dict[str, _Followed] = {}
 
-    def begin(self, requests: Iterable[NewRequestData]) -> None:
+    def begun(self, requests: Sequence[NewRequestData]) -> None:
         """Follow those of the requests that are new and ask for a trace."""
         num_files: int | None = None
         for request in requests:
@@ -84,51 +86,35 @@ class TraceRecorder:
             except Exception as error:
                 logger.warning("vllm-trie: no trace of request %s: %s", request.req_id, error)
 
-    def record(
-        self,
-        request_ids: Sequence[str],
-        trees: Sequence[TokenTree],
-        accepted: Sequence[Sequence[int]],
-        new_tokens: Sequence[Sequence[int]],
-    ) -> None:
-        """Write a step of each followed request that got tokens.
-
-        Args:
-            request_ids: Of the batch.
-            trees, accepted, new_tokens: Of each request of the batch; the second are node indices.
-        """
+    def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Write a step of each followed request that got tokens."""
         if not self._followed:
             return
         now = time.perf_counter()
         for request_id, tree, path, sampled in zip(
-            request_ids, trees, accepted, new_tokens, strict=True
+            step.request_ids, step.trees, step.accepted, new_tokens, strict=True
         ):
             followed = self._followed.get(request_id)
             if followed is None or not (tokens := _before_stop(followed, sampled)):
                 continue
             try:
                 seconds = now - followed.last_time
-                step = Step.of(tree, path, tokens, seconds, followed.parts, followed.no_draft)
-                followed.writer.add(step)
+                followed.writer.add(
+                    Step.of(tree, path, tokens, seconds, followed.parts, followed.no_draft)
+                )
             except (OSError, ValueError) as error:
                 self._give_up(request_id, error)
             followed.last_time = now
             followed.num_output_tokens += len(tokens)
             followed.parts, followed.no_draft = (), "pause"  # where no draft follows
 
-    def observe_drafts(
+    def drafted(
         self,
         request_ids: Sequence[str],
         drafts: Mapping[str, tuple[TokenTree, TokenTree]],
         has_failed: Callable[[str], bool],
     ) -> None:
-        """Take in where the drafts of the next step are from, and why there are none.
-
-        Args:
-            request_ids: Of the batch.
-            drafts: The tree as it was proposed and as it is to be verified, by request id.
-            has_failed: Whether the drafter failed for a request.
-        """
+        """Take in where the drafts of the next step are from, and why there are none."""
         if not self._followed:
             return
         for request_id in request_ids:
@@ -150,7 +136,7 @@ class TraceRecorder:
             else:
                 followed.no_draft = "budget" if proposed.num_nodes else "unknown"
 
-    def end(self, request_id: str) -> None:
+    def released(self, request_id: str) -> None:
         """Complete the file of a request that has ended."""
         followed = self._followed.get(request_id)
         if followed is None:
@@ -196,6 +182,14 @@ class TraceRecorder:
         logger.warning("vllm-trie: the trace of request %s ends: %s", request_id, error)
         with suppress(OSError):
             self._followed.pop(request_id).file.close()
+
+
+def open_recorder(tree_config: TreeConfig, drafter: Drafter) -> TraceRecorder | None:
+    """Return the recorder of an engine whose operator wants traces."""
+    folder = tree_config.engine_options.trace_path
+    if folder is None or drafter.context.rank:  # all ranks see the same
+        return None
+    return TraceRecorder(Path(folder), tree_config, drafter)
 
 
 def _options(tree_config: TreeConfig, context: DrafterContext) -> dict[str, Any]:

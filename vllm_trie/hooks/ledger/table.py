@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from vllm_trie.extras import brought
 from vllm_trie.hooks.ledger import record, uses  # noqa: F401
 from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "hooks.start.engine_args hooks.frontend.answers"
-    " hooks.frontend.extension hooks.frontend.metrics hooks.frontend.token_streams extras.predictions.request"
+    " hooks.frontend.extension hooks.frontend.metrics hooks.frontend.token_streams"
     " drafts.engine.start.arguments drafts.engine.start.draft_support"
     " drafts.engine.scheduler.speculation drafts.engine.workers.drafting_worker"
     " drafts.engine.runners.v1 drafts.engine.runners.v2 drafts.engine.verification.sampling",
@@ -22,7 +23,7 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "cuda"): "drafts.engine.workers.cuda_worker drafts.engine.attention.cuda",
     ("beam", "any"): "hooks.frontend.answers hooks.frontend.extension"
     " searches.engine.frontend.hypotheses searches.engine.scheduler.beam_scheduler"
-    " searches.engine.scheduler.proxies extras.device_checks.search_check"
+    " searches.engine.scheduler.proxies"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2",
     ("beam", "cpu"): "searches.engine.worker.block_copies searches.engine.worker.shared_prompt",
 }
@@ -73,18 +74,24 @@ def _platforms() -> tuple[Platform, Platform]:
     return "any", "cpu" if current_platform.is_cpu() else "cuda"
 
 
+def modules(platform: Platform) -> Iterator[tuple[Feature, str]]:
+    """Yield the hook modules of a platform, those of extras among them, with their features."""
+    for package, hooks in (("vllm_trie", _HOOKS), *brought("hooks")):
+        for (feature, where), names in hooks.items():
+            if where == platform:
+                yield from ((feature, f"{package}.{name}") for name in names.split())
+
+
 @functools.cache
 def _load(platform: Platform) -> tuple[Finding, ...]:
     """Import a platform's hook modules, which record their entries; return what fails."""
     failures = []
-    for (feature, where), names in _HOOKS.items():
-        for name in names.split() if where == platform else ():
-            module = f"vllm_trie.{name}"
-            try:
-                importlib.import_module(module)
-            except Exception as error:  # vLLM lacks what the module is made of
-                detail = f"{type(error).__name__}: {error}"
-                failures.append(Finding(module, "imported", "missing", detail, "", "", feature))
+    for feature, module in modules(platform):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # vLLM lacks what the module is made of
+            detail = f"{type(error).__name__}: {error}"
+            failures.append(Finding(module, "imported", "missing", detail, "", "", feature))
     return tuple(failures)
 
 

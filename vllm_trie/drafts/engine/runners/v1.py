@@ -64,8 +64,8 @@ class V1Speculation(Adapter):
         request_ids = runner.input_batch.req_ids[: num_requests(runner)]
         num_tokens = scheduled.total_num_scheduled_tokens
         step = trees.begin_step(request_ids, drafts, num_tokens, started)
-        if trees.recorder is not None:
-            trees.recorder.begin(scheduled.scheduled_new_reqs)
+        for observer in trees.observers:
+            observer.begun(scheduled.scheduled_new_reqs)
 
         # Place: positions of nodes follow their depth. In the forward pass, attention reads
         # `step.tree_batch`.

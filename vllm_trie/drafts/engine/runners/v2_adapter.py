@@ -49,9 +49,10 @@ from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, packed
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
+from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import compact_on_device
 from vllm_trie.drafts.engine.verification.sampling import likeliest_on_device
-from vllm_trie.drafts.engine.verifier import TreeStep, TreeVerifier
+from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.extras.union.neural.neural_v2 import V2Chains
 from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats, WaitCause
 
@@ -275,8 +276,8 @@ class V2Adapter(Adapter):
         for data in new_requests:
             self._requests[data.req_id] = RequestText.of(data, self._req_states.max_model_len)
             self._unread.add(data.req_id)
-        if self.trees.recorder is not None:
-            self.trees.recorder.begin(new_requests)
+        for observer in self.trees.observers:
+            observer.begun(new_requests)
 
     @property
     def running(self) -> Collection[str]:

@@ -32,9 +32,9 @@ from vllm_trie.attention import prefers_chains
 from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_experts import follow_paths
+from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.placement import QueryTokens
 from vllm_trie.drafts.engine.verification.tree_walk import NO_PARENT, walk_trees
-from vllm_trie.drafts.engine.verifier import TreeStep
 from vllm_trie.hooks.ledger.record import around
 from vllm_trie.searches.engine.worker.beams_v2 import sample_and_select
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import get_tp_group
@@ -13,8 +12,8 @@ from vllm_trie.drafts import DrafterContext, get_drafter_class
 from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.verifier import TreeVerifier
+from vllm_trie.extras import loaded
 from vllm_trie.extras.memory.warm_start import Sharing, WarmStart, open_warm_start
-from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.hooks.start import config
 from vllm_trie.tree import TokenTree
 from vllm_trie.tree.batch import LIBRARY
@@ -53,15 +52,13 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     if options.store is not None and not context.rank:  # the others get this rank's trees
         revision = vllm_config.model_config.revision
         memories.append(Sharing(options.store, revision, context, drafter))
-    recorder = None
-    if options.trace_path is not None and not context.rank:  # all ranks see the same
-        recorder = TraceRecorder(Path(options.trace_path), tree_config, drafter)
+    observers = (make(tree_config, drafter) for make in loaded("step_observer"))
     return TreeVerifier(
         GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
         budget,
         share_trees,
         memories=memories,
-        recorder=recorder,
+        observers=[observer for observer in observers if observer is not None],
     )
 
 

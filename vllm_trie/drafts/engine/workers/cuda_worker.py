@@ -1,7 +1,6 @@
 """vLLM's GPU worker and its Model Runner V2 with the plugin's speculation.
 
-These classes have not run on a GPU yet: drafts are chains there unless the user allows trees
-(:mod:`vllm_trie.hooks.start.limits`), and checks at the start try both.
+Drafts are chains there unless the user asks for trees, and checks at the start try both.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.drafts.engine.runners.v2 import RunnerV2Mixin
 from vllm_trie.drafts.engine.workers.drafting_worker import DraftingWorkerMixin
-from vllm_trie.extras.device_checks.gpu_check import check_device
+from vllm_trie.extras import loaded
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger.record import TESTED, TREE_DRAFTS, Symbols
 from vllm_trie.hooks.start import config
@@ -55,7 +54,8 @@ class TreeGPUWorker(DraftingWorkerMixin, Worker):
     def compile_or_warm_up_model(self) -> Any:
         if config.verification(self.vllm_config) == "tree":
             # First, as vLLM watches for kernels that are compiled after its own warm-up.
-            check_device(self.model_runner)
+            for check_device in loaded("checks", "attention"):
+                check_device(self.model_runner)
         return super().compile_or_warm_up_model()
 
     @_worker.overrides("measures step costs and checks drafts before vLLM watches for kernels")

@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_trie.drafts.engine.runners.v1 import V1Speculation
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
-from vllm_trie.extras.device_checks import start_check
+from vllm_trie.extras import loaded
 from vllm_trie.hooks.ledger.record import TREE_DRAFTS, Symbols
 
 if TYPE_CHECKING:
@@ -54,7 +54,11 @@ class DraftingWorkerMixin(_Worker):
         checks = (
             self.checks_start and parallel.world_size_across_dp == parallel.tensor_parallel_size
         )
-        why = start_check.reason_against_drafts(self, adapter, _first_reason) if checks else None
+        reasons = (
+            reason_against_drafts(self, adapter, _first_reason)
+            for reason_against_drafts in (loaded("checks", "drafts") if checks else ())
+        )
+        why = next(filter(None, reasons), None)
         if why is None:
             adapter.begin()
         else:

@@ -1,0 +1,70 @@
+"""What the calls of a step pass on: its trees and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_trie.attention import TreeBatch
+from vllm_trie.drafts import DraftRequest, LogitsRows, VerifiedStep
+from vllm_trie.tree import TokenTree
+
+
+@dataclass(slots=True)
+class TreeStep:
+    """The trees of a step and what became of them.
+
+    Attributes:
+        request_ids: Of the batch, in its order, as are the other sequences.
+        trees: Of each request; empty ones without a draft.
+        first_rows: Of the logits of each request, ``N + 1`` rows for one with N nodes.
+        accepted: Accepted nodes of each request; none before verification.
+        num_decode_tokens: Tokens of the step; 0 with prefills among them, as its duration cannot be
+            attributed to nodes then.
+        started: When it began, by ``time.perf_counter``.
+        is_pausing: Whether no drafts are wanted after it.
+        has_drafts: Whether it verifies any.
+        tree_batch: The trees that need tree attention.
+        likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
+            where they are not read.
+        argmax: int of each row of logits; None where the drafter does not need it.
+        num_decoding: Requests that got tokens.
+    """
+
+    request_ids: Sequence[str] = ()
+    trees: Sequence[TokenTree] = ()
+    first_rows: Sequence[int] = ()
+    accepted: Sequence[Sequence[int]] = ()
+    num_decode_tokens: int = 0
+    started: float = 0.0
+    is_pausing: bool = False
+    has_drafts: bool = False
+    tree_batch: TreeBatch | None = None
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+    argmax: np.ndarray | None = None
+    num_decoding: int = 0
+
+    def paths_of(self, new_tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the accepted nodes of each request, as its output tokens show them.
+
+        Args:
+            new_tokens: The accepted ones and one more; none while a prefill goes on.
+        """
+        pairs = zip(self.trees, new_tokens, strict=True)
+        return [tree.path_of(tokens[:-1]) for tree, tokens in pairs]
+
+    def last_row(self, index: int) -> int:
+        """Return the row of logits that gave a request's newest token."""
+        path = self.accepted[index]
+        return self.first_rows[index] + (path[-1] + 1 if path else 0)
+
+    def show(self, request: DraftRequest, index: int) -> None:
+        """Let a drafter see a request's part of the step, by its index in the batch."""
+        tree, path, first = self.trees[index], tuple(self.accepted[index]), self.first_rows[index]
+        rows = slice(first, first + tree.num_nodes + 1)
+        argmax = None if self.argmax is None else np.asarray(self.argmax[rows], dtype=np.int32)
+        request.last_step = VerifiedStep(tree, path, argmax)
+        if self.likeliest is not None:
+            request.rows = LogitsRows(tree, path, *(array[rows] for array in self.likeliest))
