@@ -90,8 +90,7 @@ def switch_forced_tokens(llm: Any, is_on: bool) -> None:
     """Let an engine draft what a grammar forces, or not."""
     from vllm_trie.drafts.engine.scheduler.speculation import before_schedule
 
-    _, forced_tokens = before_schedule(scheduler_of(llm))
-    forced_tokens.is_on = is_on
+    before_schedule(scheduler_of(llm)).forced_tokens.is_on = is_on
 
 
 class Sums:

@@ -26,7 +26,7 @@ from vllm import LLM
 from tests.engine.compare import differences, generate, preemptions
 from tests.engine.sleeping_ranks import let_ranks_sleep
 from tests.engine.v2_order import FILE, note_order, orders
-from tests.engine.v2_run import AS_CHAINS, CHAINS, MIXED, TEXTS, TREES, UNION, engine
+from tests.engine.v2_run import AS_CHAINS, CHAINS, TEXTS, TREES, UNION, engine, greedy
 from vllm_trie.drafts.budget import NodeBudget
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -42,6 +42,8 @@ def pauses() -> Path:
     return Path(os.environ[FILE] + ".pauses")
 
 
+REQUESTS = [greedy(max_tokens=6 + 2 * i) for i in range(6)]
+"""All may draft: the host waits for each step, and the n-th wait is the n-th step's."""
 REAL = "V2_REAL_BUDGETS"
 """Environment variable of an engine whose budgets decide by themselves."""
 
@@ -81,7 +83,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def run(llm: LLM) -> dict[str, Any]:
     """Return one engine's outputs, and what it counted."""
     with preemptions(llm) as preempted:
-        outputs = generate(llm, TEXTS, MIXED)
+        outputs = generate(llm, TEXTS, REQUESTS)
     # Returns after the wait for the last step's output, which is part of what is recorded.
     llm.collective_rpc("check_health")
     counted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
@@ -116,7 +118,7 @@ def main() -> None:
         os.environ.pop(REAL, None)
     shutil.rmtree(folder)
     plain = engine()
-    expected = generate(plain, TEXTS, MIXED)
+    expected = generate(plain, TEXTS, REQUESTS)
     for result in results.values():
         result["differences"] = differences(expected, result.pop("outputs"))
     print("RESULT " + json.dumps(results))

@@ -83,6 +83,7 @@ def replay(
             model=model,
             load_format="dummy",
             skip_tokenizer_init=True,
+            reasoning_config=None,  # which needs a tokenizer
             dtype="bfloat16",
             speculative_config=method,
         )
