@@ -79,7 +79,7 @@ def test_training_command(tmp_path):
 
     text = tmp_path / "text"
     text.mkdir()
-    for number, file in enumerate(sorted((ROOT / "vllm_trie" / "beam").glob("*.py"))[:6]):
+    for number, file in enumerate(sorted((ROOT / "vllm_trie" / "searches").glob("*.py"))[:6]):
         (text / f"{number}.txt").write_text(file.read_text())
     out = tmp_path / "heads"
     arguments = ["medusa", "train", "--model", str(model_path()), "--data", str(text)]
