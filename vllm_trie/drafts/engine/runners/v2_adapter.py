@@ -170,9 +170,9 @@ class V2Adapter(Adapter):
         batch: InputBatch = yield "inputs", None
         texts = [self._requests[request_id] for request_id in batch.req_ids]
         num_tokens = cut.output.total_num_scheduled_tokens
-        known = drafts if lengths is None else None
-        num_fillers = sum(verified.values()) - sum(map(len, (known or {}).values()))
-        step = trees.begin_step(batch.req_ids, known, num_tokens, started, num_fillers)
+        drafts_yet = drafts if lengths is None else None
+        num_fillers = sum(verified.values()) - sum(map(len, (drafts_yet or {}).values()))
+        step = trees.begin_step(batch.req_ids, drafts_yet, num_tokens, started, num_fillers)
         # By what all ranks know: in pauses they take in tokens at different times.
         never_drafts = not any(text.may_draft for text in texts)
         step.is_pausing |= never_drafts
