@@ -40,8 +40,7 @@ from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup
 from vllm_trie.drafts.engine.verification.tree_walk import walk_trees
-from vllm_trie.extras.ahead.device_beams import DeviceBeams
-from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
+from vllm_trie.searches.device_beams import DeviceBeams
 from vllm_trie.tree import TokenTree
 
 aten = torch.ops.aten
@@ -247,13 +246,11 @@ def trees(device: torch.device) -> None:
 def beams(device: torch.device) -> None:
     """Two steps, the second with a new tail block for each beam."""
     tails = np.array([[1], [2]], dtype=np.int32)
-    step: Any = BeamStep("p", 4, 4, np.array([5, 6]), (np.array([0]),), (tails,), None)
-    of_group = DeviceBeams(step, device)
+    of_group = DeviceBeams(np.array([5, 6]), [tails], device)
     caches = [torch.zeros(8, 2, 4, 6, device=device) for _ in range(2)]
     for number, fresh in enumerate((tails[:, :0], tails + 2)):
         totals = None if number else np.zeros(2, dtype=np.float32)
-        selection = TokenSelection("p", totals, 4, stop_token_ids=(2,))
-        of_group.launch(torch.zeros(2, VOCAB, device=device), selection)
+        of_group.launch(torch.zeros(2, VOCAB, device=device), totals, 4, (2,))
         of_group.go_on([fresh], caches, 8)
 
 

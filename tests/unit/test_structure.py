@@ -69,7 +69,7 @@ LEFT_TO_CUT = {
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2"
     " extras.corpus extras.forced_tokens extras.memory extras.predictions extras.union",
     "hooks": "drafts searches extras.memory extras.predictions extras.union",
-    "searches": "extras.ahead extras.items",
+    "searches": "extras.items",
 }
 """Imports against that order that are still there: none may be added."""
 

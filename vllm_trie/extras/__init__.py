@@ -47,7 +47,6 @@ EXTRAS: Mapping[str, Extra] = {
             )
         }
     ),
-    "ahead": Extra(),
     "device_checks": Extra(
         hooks={("beam", "any"): "search_check"},
         checks={

@@ -37,9 +37,9 @@ from tests.engine.beam.oracle import Case, constrained_search
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of
 from tests.engine.v2_waits import Waits
 from tests.unit.items.catalogues import PlainTrie, random_items, write
-from vllm_trie.extras.ahead import device_beams
 from vllm_trie.extras.device_checks import search_check
 from vllm_trie.lab.tiny_model import model_path
+from vllm_trie.searches import device_beams
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
 
 

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.extras.ahead.device_beams import DeviceBeams
 from vllm_trie.searches import BeamSearch, SearchSettings
+from vllm_trie.searches.device_beams import DeviceBeams
 from vllm_trie.searches.engine.scheduler.beams import beginnings, replay_levels
 from vllm_trie.searches.engine.scheduler.passes import Room, cheapest_passes
 from vllm_trie.searches.engine.scheduler.tables import BeamTables, ranged
-from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
 from vllm_trie.searches.top_k import select_best
 
 
@@ -144,17 +143,13 @@ def test_the_device_makes_the_transitions_of_the_search(
         kv[block, offset] = hash(text)
     tables, num_computed = cache.tables, prompt_len
     token_ids = children.token_ids.astype(np.int32)
-    step = BeamStep(
-        "p", prompt_len, num_computed, token_ids, (tables.shared,), (tables.suffix,), None
-    )
-    beams = DeviceBeams(step, torch.device("cpu"))
+    beams = DeviceBeams(token_ids, [tables.suffix], torch.device("cpu"))
     totals: np.ndarray | None = search.totals
     while len(children) == width:
         by_rank = torch.from_numpy(next_logits(width))
         by_place = torch.empty_like(by_rank).index_copy_(0, beams.places, by_rank)
         expected = select_best(by_rank, search.totals, count)
-        selection = TokenSelection("p", totals, count, stop_token_ids=stops)
-        candidates = beams.launch(by_place, selection)
+        candidates = beams.launch(by_place, totals, count, stops)
         totals, num_computed = None, num_computed + 1
         fresh = tables.take_fresh(width * tables.starts_block(num_computed))
         beams.go_on([fresh.reshape(width, -1)], [kv, kv], len(kv))

@@ -17,9 +17,9 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.async_utils import stream
 
 from vllm_trie.attention.device_copy import to_device
-from vllm_trie.extras.ahead.device_beams import DeviceBeams
 from vllm_trie.hooks.ledger.record import TOKEN_LISTS, Result, of_beams
 from vllm_trie.hooks.wire import internal_params
+from vllm_trie.searches.device_beams import DeviceBeams
 from vllm_trie.searches.engine.search_wire import BEAM_STEPS, SELECTIONS, BeamStep
 from vllm_trie.searches.engine.worker.selection import Selector, send
 
@@ -110,7 +110,8 @@ class BeamSlots:
                 num_blocks = self._runner.kv_cache_config.num_blocks
                 beams.go_on(step.suffix, self._runner.kv_caches, num_blocks)
             else:
-                beams = self._on_device[step.proxy_id] = DeviceBeams(step, device)
+                beams = DeviceBeams(step.token_ids, step.suffix, device)
+                self._on_device[step.proxy_id] = beams
             states.num_computed_tokens_np[indices] = step.num_computed
             states.num_computed_tokens.gpu.index_fill_(0, slots, step.num_computed)
             states.total_len.gpu.index_fill_(0, slots, len(_PREFILLED))

@@ -22,10 +22,10 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_trie.attention.device_copy import to_device
-from vllm_trie.extras.ahead.device_beams import DeviceBeams
 from vllm_trie.extras.items import ItemsError, ItemTrie, open_items
 from vllm_trie.extras.items.selection import view
 from vllm_trie.extras.items.step import best_continuations
+from vllm_trie.searches.device_beams import DeviceBeams
 from vllm_trie.searches.device_step import launch_best
 from vllm_trie.searches.engine.search_wire import (
     CANDIDATES,
@@ -121,9 +121,9 @@ class Selector:
                 selection.normalize,
                 selection.weight_factor,
             )
-        if selection.stop_token_ids is not None:
-            return on_device[selection.proxy_id].launch(logits, selection)
         totals, count, rules = selection.totals, selection.num_candidates, selection.rules
+        if (stops := selection.stop_token_ids) is not None:
+            return on_device[selection.proxy_id].launch(logits, totals, count, stops)
         if totals is None:
             return best_of_rows(logits, count, rules)
         if selection.draws is not None:

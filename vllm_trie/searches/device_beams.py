@@ -2,7 +2,7 @@
 
 A beam's place is its row of these arrays, its slot in the runner and the owner of its tail block.
 Ranks, the order of the search, change with every step; places only where a beam has no child. When
-the host hears of a choice it makes the same transition (:mod:`..scheduler.tables`)::
+the host hears of a choice it makes the same transition (``engine/scheduler/tables.py``)::
 
     step t      forward, choice of the children
     step t + 1  places, tables and tokens of the children; copies of tails; forward, ...
@@ -23,7 +23,6 @@ from vllm_trie.searches.device_step import (
     children_on_device,
     in_order,
 )
-from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
 from vllm_trie.searches.unfetched import Unfetched
 
 
@@ -36,27 +35,36 @@ class DeviceBeams:
             beams share.
     """
 
-    def __init__(self, step: BeamStep, device: torch.device) -> None:
+    def __init__(
+        self, token_ids: np.ndarray, suffix: Sequence[np.ndarray], device: torch.device
+    ) -> None:
         """Begin with the beams of a step that the host knows, each in the place of its rank."""
-        assert step.token_ids is not None
-        self.token_ids = to_device(step.token_ids.astype(np.int64), device)
-        self.suffix = [to_device(suffix, device) for suffix in step.suffix]
-        self.places = torch.arange(step.num_beams, device=device)
-        self._totals = torch.zeros(step.num_beams, device=device)
+        self.token_ids = to_device(token_ids.astype(np.int64), device)
+        self.suffix = [to_device(blocks, device) for blocks in suffix]
+        self.places = torch.arange(len(token_ids), device=device)
+        self._totals = torch.zeros(len(token_ids), device=device)
         self._children: DeviceChildren | None = None
 
-    def launch(self, logits: torch.Tensor, selection: TokenSelection) -> Unfetched[Candidates]:
+    def launch(
+        self,
+        logits: torch.Tensor,
+        totals: np.ndarray | None,
+        count: int,
+        stop_token_ids: Sequence[int],
+    ) -> Unfetched[Candidates]:
         """Choose the candidates of a step and, among them, the children.
 
         Args:
             logits: float [beams, vocab], by place.
-            selection: With the totals if the host knows them.
+            totals: float32 [beams], the beams' cumulative log-probabilities; None for those of the
+                children that the device has chosen.
+            count: Candidates.
+            stop_token_ids: No child ends with one.
         """
-        assert selection.stop_token_ids is not None
-        if selection.totals is not None:
-            self._totals = to_device(selection.totals, logits.device)
-        best = best_on_device(logits, self._totals, selection.num_candidates, places=self.places)
-        self._children = children_on_device(best, self.places, selection.stop_token_ids)
+        if totals is not None:
+            self._totals = to_device(totals, logits.device)
+        best = best_on_device(logits, self._totals, count, places=self.places)
+        self._children = children_on_device(best, self.places, stop_token_ids)
         return Unfetched(best, in_order)
 
     def go_on(

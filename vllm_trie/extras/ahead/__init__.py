@@ -1,1 +1,0 @@
-"""Beams that the device chooses before the host knows of them."""
