@@ -39,10 +39,11 @@ test: export OMP_NUM_THREADS ?= 1
 test: venv docs-tools test-tools ## all tests: unit tests, then those that start an engine
 	@$(PYTEST) $(ARGS)
 
-# A path among ARGS replaces tests/unit.
+UNITS := tests/unit $(wildcard tests/extras/*/unit)
+# A path among ARGS replaces these.
 unit: export OMP_NUM_THREADS ?= 1
 unit: venv ## the unit tests only (two minutes), or ARGS=path
-	@$(PYTEST) $(if $(filter tests/%,$(ARGS)),,tests/unit) $(ARGS)
+	@$(PYTEST) $(if $(filter tests/%,$(ARGS)),,$(UNITS)) $(ARGS)
 
 lint: venv ## check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -88,9 +88,10 @@ def decode(llm: Any, prompt: Sequence[int], params: Any) -> Decoded:
 
 def switch_forced_tokens(llm: Any, is_on: bool) -> None:
     """Let an engine draft what a grammar forces, or not."""
-    from vllm_trie.drafts.engine.scheduler.speculation import before_schedule
+    from vllm_trie.drafts.engine.scheduler.next_drafts import next_drafts
 
-    before_schedule(scheduler_of(llm)).forced_tokens.is_on = is_on
+    (forced_tokens,) = next_drafts(scheduler_of(llm)).extensions
+    forced_tokens.is_on = is_on
 
 
 class Sums:

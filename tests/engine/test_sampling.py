@@ -16,7 +16,6 @@ from tests.engine.conftest import scheduler_of
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
 from vllm_trie.drafts.engine.scheduler import grammar_time
-from vllm_trie.drafts.engine.scheduler.speculation import FirstTokens
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 
@@ -184,23 +183,6 @@ def test_structured_outputs(engine):
     assert complete
     for text in complete:
         assert set(json.loads(text)) == {"name", "count", "tags"}
-
-
-def test_tokens_that_a_grammar_forces(engine, monkeypatch):
-    """Without any other draft they are accepted, and the outputs stay as they are."""
-
-    def leave_no_draft(self):
-        for request in self._scheduler.running:
-            request.spec_token_ids = []
-        return True
-
-    monkeypatch.setattr(FirstTokens, "before_schedule", leave_no_draft)
-    _compare(
-        engine,
-        SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=STRUCTURED),
-        count=8,
-        **COMPACT,
-    )
 
 
 def test_no_drafts_where_a_grammar_takes_too_much_time(engine, monkeypatch):

@@ -65,9 +65,9 @@ ROOMS = floors("hooks", "drafts searches", "extras")
 """Folders of one floor above, and the order that they are to have."""
 
 LEFT_TO_CUT = {
-    "drafts": "searches.engine.beam_support searches.engine.scheduler.beams"
+    "drafts": "searches.engine.beam_support"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2"
-    " extras.corpus extras.forced_tokens extras.memory extras.predictions extras.union",
+    " extras.corpus extras.memory extras.predictions extras.union",
     "hooks": "drafts searches extras.memory extras.predictions extras.union",
     "searches": "extras.items",
 }

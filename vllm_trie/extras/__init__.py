@@ -22,6 +22,8 @@ class Extra(NamedTuple):
         commands: Modules of the command line, and their help, by the name of their group.
         step_observer: Makes a :class:`~vllm_trie.drafts.engine.observers.StepObserver` for an
             engine, or None.
+        draft_extension: Makes, for a scheduler of vLLM's, an object whose ``extend_drafts()`` adds
+            to the ``spec_token_ids`` of running requests.
         checks: Checks of a device before an engine serves, by what they check: ``"drafts"`` or
             ``"attention"``.
     """
@@ -30,12 +32,16 @@ class Extra(NamedTuple):
     hooks: Mapping[tuple[str, str], str] = {}
     commands: Mapping[str, tuple[str, str]] = {}
     step_observer: str = ""
+    draft_extension: str = ""
     checks: Mapping[str, str] = {}
 
 
 EXTRAS: Mapping[str, Extra] = {
     "predictions": Extra(hooks={("speculation", "any"): "request"}),
-    "forced_tokens": Extra(),
+    "forced_tokens": Extra(
+        hooks={("speculation", "any"): "forced_tokens"},
+        draft_extension="forced_tokens:ForcedTokens",
+    ),
     "traces": Extra(step_observer="recorder:open_recorder"),
     "memory": Extra(),
     "corpus": Extra(),

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreReadyResponse
+from vllm.v1.request import Request
 
 from vllm_trie.searches import ITEM_OPTIONS, BeamOptions, SearchSettings
 
@@ -115,6 +116,10 @@ def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int)
         bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
         logit_bias=tuple((params.logit_bias or {}).items()),
     )
+
+
+class InternalRequest(Request):
+    """A request that the engine makes itself: nobody gets its tokens."""
 
 
 def internal_params(max_tokens: int, **options: Any) -> SamplingParams:

@@ -9,14 +9,14 @@ import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
-from vllm_trie.drafts.engine.scheduler import speculation
-from vllm_trie.drafts.engine.scheduler.speculation import GIVING_SHARE, MOST_GIVING, FirstTokens
+from vllm_trie.drafts.engine.scheduler import next_drafts
+from vllm_trie.drafts.engine.scheduler.next_drafts import GIVING_SHARE, MOST_GIVING, FirstTokens
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """Return a function that counts the drafts left in each of some steps."""
-    monkeypatch.setattr(speculation.config, "read", lambda _: object())
+    monkeypatch.setattr(next_drafts.config, "read", lambda _: object())
 
     def steps(
         number: int,
@@ -39,7 +39,7 @@ def steps(monkeypatch):
         for _ in range(number):
             for request in scheduler.running:
                 request.spec_token_ids = [1, 2, 3]
-            first_tokens.before_schedule()
+            first_tokens.remove_drafts()
             draft_counts.append(sum(len(request.spec_token_ids) for request in scheduler.running))
         return draft_counts
 
@@ -54,7 +54,7 @@ def test_drafts_give_way_to_a_stream_that_can_start(steps):
 
 
 def test_a_search_that_waits_starts_no_stream(steps, monkeypatch):
-    monkeypatch.setattr(speculation, "BeamProxy", SimpleNamespace)
+    monkeypatch.setattr(next_drafts, "InternalRequest", SimpleNamespace)
     assert steps(1, num_waiting=1) == [6]
 
 

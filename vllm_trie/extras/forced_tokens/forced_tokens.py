@@ -20,7 +20,8 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_trie.drafts.engine.scheduler.grammar_time import TimedGrammar
-from vllm_trie.hooks.wire import is_search, may_draft
+from vllm_trie.hooks.ledger.record import Symbols
+from vllm_trie.hooks.wire import may_draft
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,14 @@ _MOST_CHOICES = 2
 _MOST_WORDS = 512
 """Words of a mask beyond which the text is free."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+_uses = Symbols("v1.structured_output.backend_types:", "vLLM drafts what a grammar forces")
+_uses(
+    "StructuredOutputBackend.allocate_token_bitmask",
+    "called",
+    "the mask of one token",
+    "max_num_seqs",
+)
 
 
 class _TakenTokens:
@@ -120,9 +129,7 @@ class ForcedTokens:
     def _grammar_of(self, request: Request) -> TimedGrammar | None:
         """Return the matcher of a request whose next token it decides, None for others."""
         structured = request.structured_output_request
-        if structured is None or is_search(request.sampling_params) or request.is_prefill_chunk:
-            return None
-        if not may_draft(request):
+        if structured is None or request.is_prefill_chunk or not may_draft(request):
             return None
         manager = self._manager
         is_thinking = manager.reasoner_cls is not None and not structured.reasoning_ended

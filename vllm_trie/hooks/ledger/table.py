@@ -17,6 +17,7 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "hooks.start.engine_args hooks.frontend.answers"
     " hooks.frontend.extension hooks.frontend.metrics hooks.frontend.token_streams"
     " drafts.engine.start.arguments drafts.engine.start.draft_support"
+    " drafts.engine.scheduler.grammar_time drafts.engine.scheduler.next_drafts"
     " drafts.engine.scheduler.speculation drafts.engine.workers.drafting_worker"
     " drafts.engine.runners.v1 drafts.engine.runners.v2 drafts.engine.verification.sampling",
     ("speculation", "cpu"): "drafts.engine.workers.cpu_worker drafts.engine.attention.cpu",

@@ -110,15 +110,12 @@ _method("utils.torch_utils:async_tensor_h2d", "called",
 _method("v1.spec_decode.custom_class_proposer:create_custom_proposer", "relied on",
     "instantiates the proposer from the class path in the configuration", "vllm_config")
 
-_forced = Symbols("v1.", "vLLM drafts what a grammar forces")
-_forced("structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
-    "called", "the mask of one token", "max_num_seqs")
 for _method_name, _parameters in (
     ("accept_tokens", "request_id tokens"), ("rollback", "num_tokens"),
     ("fill_bitmask", "bitmask batch_index"), ("is_terminated", ""), ("validate_tokens", "tokens"),
 ):
-    _forced(f"structured_output.backend_types:StructuredOutputGrammar.{_method_name}", "called",
-        "goes to the next choice and back; its time bounds drafts", _parameters)
+    Symbols("v1.structured_output.backend_types:StructuredOutputGrammar.",
+        "vLLM bounds this time")(_method_name, "called", "its time bounds drafts", _parameters)
 
 _masked = Symbols(until=TREE_MASKS)
 _masked("v1.attention.backends.registry:register_backend", "called",

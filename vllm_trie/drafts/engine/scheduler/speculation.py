@@ -1,5 +1,4 @@
-"""Tree speculation in vLLM's schedulers: cache salts to the worker, statistics from it, and drafts
-that give way to the first tokens of streams.
+"""Tree speculation in vLLM's schedulers: cache salts to the worker, and statistics from it.
 
 vLLM keeps a request's ``cache_salt`` in the scheduler, where the prefix cache needs it. Drafters
 that learn from finished requests must know whose text they may use, so the scheduler adds the salt
@@ -14,15 +13,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_trie.drafts.engine.scheduler.draft_room import DraftRoom
-from vllm_trie.extras.forced_tokens.forced_tokens import ForcedTokens
 from vllm_trie.hooks.ledger.record import STATS, Result, Symbols
-from vllm_trie.hooks.start import config
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
     FILLERS_ATTRIBUTE,
@@ -30,7 +25,6 @@ from vllm_trie.hooks.wire import (
     STATS_ATTRIBUTE,
     TreeStats,
 )
-from vllm_trie.searches.engine.scheduler.beams import BeamProxy
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,11 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request, StreamingUpdate
 
-GIVING_SHARE = 0.125
-"""Share of the steps whose drafts may give way."""
-MOST_GIVING = 4.0
-"""Such steps in a row, after a time without any."""
-_BEFORE_SCHEDULE = "_vllm_trie_before_schedule"
 _PREDICTED = "_vllm_trie_predicted"
 """Attribute of a request with its accepted and rejected prediction tokens."""
 
@@ -164,88 +153,3 @@ def make_stats(
         stats.spec_decoding_stats = TreeSpecDecodingStats(**values, tree=pending)
         setattr(self, STATS_ATTRIBUTE, None)
     return stats
-
-
-class FirstTokens:
-    """Removes the drafts of a step that can start a streamed request.
-
-    One forward pass verifies the drafts and computes the stream's prompt, and each draft token
-    delays the first token of the answer. Where streams start in most steps, drafts stay in most of
-    them: they end requests earlier, which frees places for those that wait.
-
-    Args:
-        scheduler: vLLM's. Under asynchronous scheduling, and on Model Runner V2, the worker has the
-            drafts already, and nothing is removed.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._has_drafts = (
-            config.read(scheduler.vllm_config) is not None
-            and not scheduler.scheduler_config.async_scheduling
-            and not scheduler.use_v2_model_runner
-        )
-        self._allowed = MOST_GIVING  # steps
-
-    def before_schedule(self) -> bool:
-        """Remove the drafts of the running requests, if the next step is such a step.
-
-        Returns:
-            Whether the next step may have drafts.
-        """
-        if not self._has_drafts:
-            return False
-        self._allowed = min(self._allowed + GIVING_SHARE, MOST_GIVING)
-        if self._allowed < 1.0 or not self._can_start_stream():
-            return True
-        drafted = [request for request in self._scheduler.running if request.spec_token_ids]
-        for request in drafted:
-            request.spec_token_ids = []
-        if drafted:
-            self._allowed -= 1.0
-        return False
-
-    def _can_start_stream(self) -> bool:
-        scheduler = self._scheduler
-        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
-            return False
-        # A search that waits would hide a stream behind it, and streams nothing itself.
-        requests = (one for one in scheduler.waiting if not isinstance(one, BeamProxy))
-        first = next(requests, None)
-        params = None if first is None else first.sampling_params
-        return params is not None and params.output_kind is not RequestOutputKind.FINAL_ONLY
-
-
-class BeforeSchedule(NamedTuple):
-    """What changes the drafts of a scheduler's next step."""
-
-    first_tokens: FirstTokens
-    forced_tokens: ForcedTokens
-    room: DraftRoom
-
-
-def before_schedule(scheduler: Scheduler) -> BeforeSchedule:
-    """Return what changes the drafts of a scheduler's next step."""
-    before: BeforeSchedule | None = getattr(scheduler, _BEFORE_SCHEDULE, None)
-    if before is None:
-        before = BeforeSchedule(
-            FirstTokens(scheduler), ForcedTokens(scheduler), DraftRoom(scheduler)
-        )
-        setattr(scheduler, _BEFORE_SCHEDULE, before)
-    return before
-
-
-@Symbols("v1.core.sched.scheduler:Scheduler.", "proposers learn that a request waits").wraps(
-    "schedule",
-    "removes the drafts of steps that start a stream; drafts what a grammar forces; cuts drafts "
-    "that would split a prefill",
-)
-def schedule(
-    original: Callable[..., Result], self: Scheduler, throttle_prefills: bool = False
-) -> Result:
-    """Let drafts give way to streams that can start, or go on with what grammars force."""
-    before = before_schedule(self)
-    if before.first_tokens.before_schedule():
-        before.forced_tokens.extend_drafts()
-    before.room.cut_drafts()
-    return original(self, throttle_prefills)

@@ -9,6 +9,7 @@ import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from vllm_trie.hooks.wire import InternalRequest
 from vllm_trie.searches import BeamSearch, Children
 from vllm_trie.searches.engine.scheduler.passes import Room, cheapest_passes
 from vllm_trie.searches.engine.scheduler.tables import BeamTables, TailCopies
@@ -122,7 +123,7 @@ def _reversed(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     return zip(range(len(rows) - 1, -1, -1), rows[::-1], strict=True)
 
 
-class BeamProxy(Request):
+class BeamProxy(InternalRequest):
     """The request that stands for a group in vLLM's scheduler.
 
     Its prompt is computed as any other request's. From then on it has one token more than are
