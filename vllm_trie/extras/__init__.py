@@ -26,6 +26,12 @@ class Extra(NamedTuple):
             to the ``spec_token_ids`` of running requests.
         checks: Checks of a device before an engine serves, by what they check: ``"drafts"`` or
             ``"attention"``.
+        options: A pydantic model whose fields are options of every drafting method, see
+            :data:`~vllm_trie.hooks.start.config.AllOptions`.
+        keys: Keys of ``additional_config["vllm_trie"]`` that need no drafting method.
+        start_check: Takes vLLM's complete configuration and raises
+            :class:`~vllm_trie.refusal.RefusedError` if the extra cannot serve in it.
+        secrets: Environment variables that vLLM is to know, but not their values.
     """
 
     methods: Mapping[str, str] = {}
@@ -34,6 +40,10 @@ class Extra(NamedTuple):
     step_observer: str = ""
     draft_extension: str = ""
     checks: Mapping[str, str] = {}
+    options: str = ""
+    keys: tuple[str, ...] = ()
+    start_check: str = ""
+    secrets: tuple[str, ...] = ()
 
 
 EXTRAS: Mapping[str, Extra] = {
@@ -43,15 +53,20 @@ EXTRAS: Mapping[str, Extra] = {
         draft_extension="forced_tokens:ForcedTokens",
     ),
     "traces": Extra(step_observer="recorder:open_recorder"),
-    "memory": Extra(),
+    "memory": Extra(
+        options="options:MemoryOptions",
+        start_check="start:check_store",
+        secrets=("VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"),
+    ),
     "corpus": Extra(),
     "items": Extra(
+        keys=("items",),
         commands={
             "items": (
                 "command",
                 "Catalogues of items for constrained beam search (the request option `items`).",
             )
-        }
+        },
     ),
     "device_checks": Extra(
         hooks={("beam", "any"): "search_check"},

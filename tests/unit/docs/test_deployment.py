@@ -65,13 +65,13 @@ def parser():
 
 
 def test_servers_are_started_with_options_that_exist(parser):
-    from vllm_trie.hooks.start.config import EngineOptions
+    from vllm_trie.hooks.start.config import AllOptions
 
     for name, arguments in server_arguments().items():
         parsed = parser.parse_args([word.replace("${MODEL}", "model") for word in arguments])
         assert parsed.port == 8000, name
         assert parsed.spec_method == "ngram_trie", name
-        EngineOptions.model_validate((parsed.additional_config or {}).get("vllm_trie", {}))
+        AllOptions.model_validate((parsed.additional_config or {}).get("vllm_trie", {}))
 
 
 def serve_commands(document: Page) -> list[list[str]]:

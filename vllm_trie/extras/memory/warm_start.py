@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from vllm_trie.extras.memory import (
     read_newest,
     write_store,
 )
+from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.replicas import PASSWORD, USER, Replicas
 from vllm_trie.files.tokenizers import load_corpus_tokenizer
 
@@ -161,21 +162,26 @@ class Sharing:
         self.replicas.close()
 
 
-def open_warm_start(
+def open_memories(
     vllm_config: VllmConfig,
     tree_config: TreeConfig,
     context: DrafterContext,
     drafter: Drafter,
-) -> WarmStart | None:
-    """Return the warm start of this worker, None where the option is not set.
+) -> Iterator[WarmStart | Sharing]:
+    """Yield what the options of this worker name; the key of replicas takes the place of the
+    folder's.
 
-    The first tensor-parallel rank alone has one: the others get its trees.
+    The first tensor-parallel rank alone has any: the others get its trees.
     """
-    options = tree_config.engine_options
-    if options.store_path is None or context.rank:
-        return None
-    identity = engine_identity(context, vllm_config.model_config.revision)
-    return WarmStart(Path(options.store_path), identity, drafter)
+    options, revision = tree_config.engine_options, vllm_config.model_config.revision
+    assert isinstance(options, MemoryOptions)
+    if context.rank:
+        return
+    if options.store_path is not None:
+        identity = engine_identity(context, revision)
+        yield WarmStart(Path(options.store_path), identity, drafter)
+    if options.store is not None:
+        yield Sharing(options.store, revision, context, drafter)
 
 
 def engine_identity(context: DrafterContext, revision: str | None) -> Identity:

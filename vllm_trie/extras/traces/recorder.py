@@ -195,9 +195,8 @@ def open_recorder(tree_config: TreeConfig, drafter: Drafter) -> TraceRecorder | 
 def _options(tree_config: TreeConfig, context: DrafterContext) -> dict[str, Any]:
     """Return the options that differ from their defaults, and the nodes; no place, nor password."""
     options = {"num_speculative_tokens": context.num_nodes}
-    places = {"trace_path", "store_path", "store"}
     for given in (tree_config.drafter_options, tree_config.engine_options):
-        options |= given.model_dump(mode="json", exclude_defaults=True, exclude=places)
+        options |= given.model_dump(mode="json", exclude_defaults=True)
     return options
 
 

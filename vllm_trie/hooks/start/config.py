@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vllm_trie.drafts import available_methods, parse_options
 from vllm_trie.drafts.registry import validated
+from vllm_trie.extras import brought, loaded
 from vllm_trie.extras.union.neural import NeuralOptions
 from vllm_trie.refusal import RefusedError
 
@@ -25,7 +26,7 @@ BEAM_SEARCH = "beam_search"
 """False turns native beam search off. Tree speculation leaves this key alone."""
 ITEMS = "items"
 """Catalogues for constrained beam search, name to path. Tree speculation leaves this key alone."""
-BEAM_KEYS = frozenset({BEAM_SEARCH, ITEMS})
+BEAM_KEYS = frozenset({BEAM_SEARCH, *(key for _, keys in brought("keys") for key in keys)})
 """Keys that are not options of a speculative method."""
 ALLOW_GPU = "allow_untested_gpu"
 """Without effect since both have run on a GPU; still accepted."""
@@ -69,19 +70,6 @@ class EngineOptions(BaseModel):
         "suspended for a minute, then for twice as long each time. A call that never returns "
         "blocks the engine.",
     )
-    store_path: str | None = Field(
-        default=None,
-        description="A folder for a warm start: text to draft from is saved there every minute and "
-        "at shutdown, and read at the next start. Engines of one model may share it. Its files "
-        "hold text of users.",
-    )
-    store: str | None = Field(
-        default=None,
-        description="A Redis or Valkey server, redis://HOST:6379/0 (rediss:// with TLS), through "
-        "which replicas of one model draft from one another's finished texts. User and password "
-        "may stand in VLLM_TRIE_STORE_USER and VLLM_TRIE_STORE_PASSWORD. The server holds text of "
-        "users.",
-    )
     allow_untested_gpu: bool = Field(
         default=False,
         description="Has no effect since 0.6, and is accepted for one more release: trees and "
@@ -89,8 +77,15 @@ class EngineOptions(BaseModel):
     )
     trace_path: str | None = Field(
         default=None,
+        exclude=True,
         description="An existing folder for traces, which requests ask for with speculation_trace.",
     )
+
+
+AllOptions: type[EngineOptions] = create_model(
+    "AllOptions", __base__=(*reversed([*loaded("options")]), EngineOptions)
+)
+"""The options that every method has, those of extras included: an instance of their classes too."""
 
 
 class TreeConfig(NamedTuple):
@@ -195,11 +190,11 @@ def parse(carried: Mapping[str, Any]) -> TreeConfig:
         raise RefusedError(
             f"the speculative model {draft_model!r} of method {method!r} must be a path or a name"
         )
-    engine = {name: options.pop(name) for name in EngineOptions.model_fields if name in options}
-    engine_options = validated(EngineOptions, engine, method)
+    engine = {name: options.pop(name) for name in AllOptions.model_fields if name in options}
+    engine_options = validated(AllOptions, engine, method)
     try:
         drafter_options = parse_options(method, options)
     except RefusedError as error:
-        every_method = ", ".join(EngineOptions.model_fields)
+        every_method = ", ".join(AllOptions.model_fields)
         raise RefusedError(f"{error} (every method also has: {every_method})") from None
     return TreeConfig(method, draft_model, drafter_options, engine_options)

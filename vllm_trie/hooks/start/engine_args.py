@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,7 +15,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_trie.drafts import get_drafter_class
 from vllm_trie.drafts.engine.start.draft_support import check_trained_drafter, choose_verification
 from vllm_trie.drafts.engine.start.translate import requested_method, translate
-from vllm_trie.extras.memory.replicas import PASSWORD, USER, connect
+from vllm_trie.extras import brought, loaded
 from vllm_trie.hooks.ledger.record import PLUGGABLE, Result, Symbols
 from vllm_trie.hooks.start import config, cpu_memory, runner_choice
 from vllm_trie.hooks.start.limits import ENV_SWITCH
@@ -105,7 +104,6 @@ def verify(vllm_config: VllmConfig) -> None:
         chosen = choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
-        _check_store(tree_config)
         # A worker would find them too, a minute later and inside its traceback.
         get_drafter_class(tree_config.method).check_files(
             tree_config.drafter_options,
@@ -113,27 +111,8 @@ def verify(vllm_config: VllmConfig) -> None:
             tree_config.draft_model,
         )
     check_catalogues(vllm_config)
-
-
-def _check_store(tree_config: config.TreeConfig) -> None:
-    method, options = tree_config.method, tree_config.engine_options
-    given = [name for name in ("store", "store_path") if getattr(options, name) is not None]
-    if given and not get_drafter_class(method).has_store(tree_config.drafter_options):
-        raise RefusedError(
-            f"{' and '.join(given)}: method {method!r} with these options keeps no texts of ended "
-            "requests; leave it out, or take ngram_trie with store_tokens above 0"
-        )
-    if options.store is not None:
-        connect(options.store).close()
-    store_path = options.store_path
-    folder = None if store_path is None else Path(store_path)
-    if folder is None or (store_path and folder.is_dir()):
-        return
-    if folder.exists() or not folder.parent.is_dir():
-        raise RefusedError(
-            f"store_path={store_path!r} must be a folder, or a new one in an existing folder; "
-            "create it, or leave store_path out"
-        )
+    for check in loaded("start_check"):
+        check(vllm_config)
 
 
 def _check_trace_path(trace_path: str | None) -> None:
@@ -191,7 +170,8 @@ def environment_variables(original: Mapping[str, object]) -> dict[str, Any]:
     variables: dict[str, Any] = {
         name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES
     }
-    variables |= dict.fromkeys((USER, PASSWORD), lambda: None)  # vLLM writes the values to files
+    for _, secrets in brought("secrets"):
+        variables |= dict.fromkeys(secrets, lambda: None)  # vLLM writes the values to files
     return {**original, **{name: get for name, get in variables.items() if name in os.environ}}
 
 

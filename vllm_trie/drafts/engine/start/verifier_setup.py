@@ -13,7 +13,7 @@ from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.extras import loaded
-from vllm_trie.extras.memory.warm_start import Sharing, WarmStart, open_warm_start
+from vllm_trie.extras.memory.warm_start import open_memories
 from vllm_trie.hooks.start import config
 from vllm_trie.tree import TokenTree
 from vllm_trie.tree.batch import LIBRARY
@@ -45,19 +45,12 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     if context.tensor_parallel_size > 1:
         share_trees = partial(same_on_all_ranks, group=get_tp_group(), budget=budget)
     LIBRARY.load()  # fails here, at the start, if it cannot be used
-    # In this order: the key of replicas takes the place of the folder's.
-    memories: list[WarmStart | Sharing] = []
-    if warm_start := open_warm_start(vllm_config, tree_config, context, drafter):
-        memories.append(warm_start)
-    if options.store is not None and not context.rank:  # the others get this rank's trees
-        revision = vllm_config.model_config.revision
-        memories.append(Sharing(options.store, revision, context, drafter))
     observers = (make(tree_config, drafter) for make in loaded("step_observer"))
     return TreeVerifier(
         GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
         budget,
         share_trees,
-        memories=memories,
+        memories=[*open_memories(vllm_config, tree_config, context, drafter)],
         observers=[observer for observer in observers if observer is not None],
     )
 
