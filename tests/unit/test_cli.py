@@ -109,9 +109,6 @@ def test_no_help_text_is_eaten_by_markup():
 
     check(typer.main.get_command(cli.app), "vllm-trie")
     check(typer.main.get_command(demo_app), "vllm-trie demo")
-
-
-def test_help_of_groups_is_theirs():
     for name, summary in cli.SUMMARIES.items():
         assert cli.importlib.import_module(cli.GROUPS[name]).app.info.help == summary
 
@@ -132,9 +129,8 @@ def test_doctor_tells_of_a_missing_compiler(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     machine, problems = doctor.describe_platform()
-    assert machine["cxx"] is None
     [problem] = [one for one in problems if "no-such-compiler" in one.text]
-    assert problem.level == "warning"
+    assert (machine["cxx"], problem.level) == (None, "warning")
     assert "enforce_eager=True" in problem.text
     monkeypatch.setenv("CXX", f"{sys.executable} -Wall")
     machine, problems = doctor.describe_platform()
@@ -146,27 +142,20 @@ def test_doctor_tells_of_a_missing_compiler(monkeypatch):
     assert any("'/some folder/venv' has a space" in one.text for one in problems)
 
 
-@pytest.mark.parametrize(
-    ("problems", "exit_code"),
-    [
-        ((), 0),
-        ((doctor.Problem("warning", "no compiler"),), 0),
-        ((doctor.Problem("error", "vllm.x:Y.z is missing"),), 1),
-    ],
-)
-@pytest.mark.parametrize("verbose", [False, True])
-def test_doctor_exit_code_and_text(monkeypatch, problems, exit_code, verbose):
-    hooks = (make_hook("ok", target="vllm.fits:Y.z"), make_hook("ok"))
-    report = make_report(problems=problems, hooks=hooks)
+@pytest.mark.parametrize(("level", "exit_code"), [("warning", 0), ("error", 1)])
+def test_doctor_exit_code_and_text(monkeypatch, level, exit_code):
+    hooks = (make_hook("ok", target="vllm.fits:Y.z"), make_hook("changed", detail="parameters"))
+    report = make_report(problems=(doctor.Problem(level, "no compiler"),), hooks=hooks)
     monkeypatch.setattr(doctor, "collect", lambda *_, **__: report)
-    result = runner.invoke(cli.app, ["doctor", *["--verbose"][:verbose]])
+    result = runner.invoke(cli.app, ["doctor", "--verbose"])
     assert result.exit_code == exit_code
-    for problem in problems:
-        assert f"{problem.level}: {problem.text}" in result.stdout
-    assert ("healthy: 2 of 2 hooks fit" in result.stdout) == (exit_code == 0)
-    assert ("✓ vllm.fits:Y.z" in result.stdout) == verbose
-    if not verbose:
-        assert len(result.stdout.splitlines()) == 3 + len(problems)
+    assert f"{level}: no compiler" in result.stdout
+    assert ("healthy: 1 of 2 hooks fit" in result.stdout) == (exit_code == 0)
+    assert "✓ vllm.fits:Y.z" in result.stdout
+    shown = json.loads(runner.invoke(cli.app, ["doctor", "--json"]).stdout)
+    assert shown["healthy"] == (exit_code == 0)
+    assert shown["hooks"][1]["detail"] == "parameters"
+    assert shown["versions"]["xformers"] is None
 
 
 def test_doctor_tells_of_a_core_that_cannot_be_used(monkeypatch, tmp_path):
@@ -177,21 +166,10 @@ def test_doctor_tells_of_a_core_that_cannot_be_used(monkeypatch, tmp_path):
     assert "core ngrams-" in problems[1].text
 
 
-def test_doctor_json_is_the_whole_report(monkeypatch):
-    report = make_report(hooks=(make_hook("changed", detail="parameters"),))
-    monkeypatch.setattr(doctor, "collect", lambda *_, **__: report)
-    result = runner.invoke(cli.app, ["doctor", "--json"])
-    shown = json.loads(result.stdout)
-    assert shown["healthy"] is True
-    assert shown["hooks"][0]["detail"] == "parameters"
-    assert shown["versions"]["xformers"] is None
-
-
 def test_missing_and_changed_hooks_are_errors_that_name_them(monkeypatch):
     findings = [make_hook(status, detail="why") for status in ("ok", "missing", "changed")]
     monkeypatch.setattr(doctor.ledger, "check", lambda: findings)
     hooks, problems = doctor.check_hooks()
-    assert [hook.status for hook in hooks] == ["ok", "missing", "changed"]
     assert [problem.level for problem in problems] == ["error", "error"]
     assert all("vllm.x:Y.z" in problem.text and "beam" in problem.text for problem in problems)
     assert doctor.describe_support(hooks)["beam"] is False

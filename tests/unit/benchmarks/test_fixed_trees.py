@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.fixed_trees import PUBLISHED, FixedTreeDrafter, FixedTreeOptions, template
+from support.fixed_trees import PUBLISHED, template
 
-from tests.unit.drafters.medusa.support import VOCAB, describe, make_requests, random_heads
-from tests.unit.drafters.support import make_context
 from vllm_trie.tree import TokenTree
 
 
@@ -76,20 +74,3 @@ def test_xformers_derives_the_same_mask_depths_and_parents():
         np.testing.assert_array_equal(ours.depths()[order], depths)
         nodes = np.array([-1, *order])  # of their nodes, the root first
         np.testing.assert_array_equal(parents[order], nodes[theirs.parent_node_indices.numpy()])
-
-
-def test_chain_only_takes_the_best_candidates_alone():
-    tree = template(PUBLISHED["mc_sim_7b_63"], 63, 9, True)
-    assert tree.parents.tolist() == [-1, 0, 1, 2]
-    assert tree.ranks.tolist() == [0, 0, 0, 0]
-
-
-def test_a_drafter_fills_the_same_tree_in_any_batch():
-    context = make_context(num_nodes=16, vocab_size=VOCAB, draft_model="unused")
-    drafter = FixedTreeDrafter(FixedTreeOptions(paths=[[0], [1], [0, 0]]), context)
-    drafter.set_heads(random_heads(), [1.0] * 3)
-    batch = describe(drafter.propose(make_requests(4)))
-    for request, expected in zip(make_requests(4), batch, strict=True):
-        [tree] = drafter.propose([request])
-        assert sorted(tree.parents.tolist()) == [-1, -1, 0]
-        assert describe([tree])[0][:2] == expected[:2]

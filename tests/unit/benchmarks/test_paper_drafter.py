@@ -71,11 +71,6 @@ def test_drafts_are_those_of_algorithm_1(
     assert max(left_out, default=0.0) <= min(chosen.values(), default=1.0) * (1 + 1e-6)
 
 
-def test_a_match_that_backs_off_is_not_drafted_deeper():
-    text = [*range(10, 40), 11]
-    assert draft(text, ngram_size=13, max_prefix_len=3).num_nodes == 10
-
-
 def test_chain_only_follows_the_most_frequent_continuation():
     text = [1, 5, 6, 1, 7, 8, 1, 7, 9, 1]
     tree = draft(text, chain_only=True, max_depth=3)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import peers
 import pytest
 import torch
@@ -117,34 +114,8 @@ def test_means_are_over_categories_and_the_best_peer_is_the_one_with_the_best_me
     assert rows["mean", "ngram_trie"]["identical"] is False
 
 
-def test_rows_of_earlier_runs_are_joined_and_drawn(tmp_path, monkeypatch):
-    rows = example_rows()
-    for category in ("qa", "rag"):
-        part = [row for row in rows if row["category"] in (category, "mean")]
-        (tmp_path / category).write_text(json.dumps(part))
-    joined, folder = tmp_path / "all.json", tmp_path / "img"
-    command = ["peers.py", "--rows", str(tmp_path / "qa"), str(tmp_path / "rag")]
-    monkeypatch.setattr(
-        sys, "argv", [*command, "--json", str(joined), "--plot", str(folder), "--shape", "0.4b"]
-    )
-    peers.main()
-    joined_rows = json.loads(joined.read_text())
-    key = lambda row: (row["category"], row["method"])  # noqa: E731
-    without_machine = [{k: v for k, v in row.items() if k != "machine"} for row in joined_rows]
-    assert sorted(without_machine, key=key) == sorted(rows, key=key)
-    drawing = (folder / "peers-replay.svg").read_text()
-    assert "dummy weights of a 0.4b shape" in drawing or (folder / "peers-replay.png").exists()
-
-
 def test_a_missing_peer_is_named(monkeypatch):
     monkeypatch.setattr(peers_engines.importlib.util, "find_spec", lambda name: None)
     methods, missing = peers_engines.available(["plain", "suffix"])
     assert methods == ["plain"]
     assert "arctic-inference" in missing[0]
-
-
-def test_replay_is_left_out_without_its_data(monkeypatch, capsys):
-    for variable in (peers.QUESTIONS_VARIABLE, peers.ANSWERS_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    assert peers.run(peers.parse(["--workload", "replay"])) == []
-    assert "SPEC_BENCH_QUESTIONS" in capsys.readouterr().out

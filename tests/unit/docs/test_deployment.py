@@ -38,7 +38,7 @@ def unit() -> dict[str, list[str]]:
 
 
 def server_arguments() -> dict[str, list[str]]:
-    """What each file and each command of the page gives to `vllm serve`."""
+    """What each file gives to `vllm serve`."""
     pod = manifest("Deployment")["spec"]["template"]["spec"]
     (start,) = unit()["ExecStart"]
     arguments = {
@@ -46,11 +46,10 @@ def server_arguments() -> dict[str, list[str]]:
         "kubernetes": pod["containers"][0]["args"],
         "systemd": shlex.split(start)[2:],
     }
-    page = Page(ROOT / "docs" / "deployment.md")
-    for i, command in enumerate(page.commands()):
-        if " vllm serve " in f" {command}":
-            arguments[f"page {i}"] = shlex.split(command.partition("vllm serve ")[2])
-    return arguments
+    return {
+        name: [word.replace("${MODEL}", "model") for word in words]
+        for name, words in arguments.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +63,25 @@ def parser():
     return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
 
 
-def test_servers_are_started_with_options_that_exist(parser):
+def test_servers_start_and_end_and_keep_their_store(parser):
+    """Options exist, a restart finds what was saved, and patience ends before the supervisor's."""
     from vllm_trie.hooks.start.config import AllOptions
 
+    (home,) = re.findall(r"^ENV HOME=(\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    (state,) = unit()["StateDirectory"]
     for name, arguments in server_arguments().items():
-        parsed = parser.parse_args([word.replace("${MODEL}", "model") for word in arguments])
-        assert parsed.port == 8000, name
-        assert parsed.spec_method == "ngram_trie", name
-        AllOptions.model_validate((parsed.additional_config or {}).get("vllm_trie", {}))
+        parsed = parser.parse_args(arguments)
+        assert (parsed.port, parsed.spec_method) == (8000, "ngram_trie"), name
+        assert re.search(r"--shutdown-timeout[= ]60", " ".join(arguments)), name
+        options = parsed.additional_config["vllm_trie"]
+        AllOptions.model_validate(options)
+        # A start makes the folder, and not its parents.
+        kept = f"/var/lib/{state}" if name == "systemd" else home
+        assert Path(options["store_path"]).parent == Path(kept), name
+    pod = manifest("Deployment")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 90
+    assert load("compose.yaml")["services"]["server"]["stop_grace_period"] == "90s"
+    assert unit()["TimeoutStopSec"] == ["90"]
 
 
 def serve_commands(document: Page) -> list[list[str]]:
@@ -95,16 +105,6 @@ def test_every_page_starts_servers_with_options_that_exist(parser):
     assert len(commands) > 20
     for words in commands:
         parser.parse_args([word for word in words if word != "&"])
-
-
-def test_a_warm_start_is_kept_where_a_restart_finds_it(parser):
-    (home,) = re.findall(r"^ENV HOME=(\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
-    (state,) = unit()["StateDirectory"]
-    for name, kept in (("compose", home), ("kubernetes", home), ("systemd", f"/var/lib/{state}")):
-        words = [word.replace("${MODEL}", "model") for word in server_arguments()[name]]
-        options = parser.parse_args(words).additional_config["vllm_trie"]
-        # A start makes the folder, and not its parents.
-        assert Path(options["store_path"]).parent == Path(kept), name
 
 
 def test_probes_ask_what_a_server_answers():
@@ -160,25 +160,10 @@ def test_a_deployment_keeps_its_volume():
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == "8000"
 
 
-def test_a_server_has_the_time_to_end():
-    """Its own patience ends before the supervisor's, in every file."""
-    deployment, compose = manifest("Deployment"), load("compose.yaml")
-    pod = deployment["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 90
-    assert compose["services"]["server"]["stop_grace_period"] == "90s"
-    assert unit()["TimeoutStopSec"] == ["90"]
-    for name, arguments in server_arguments().items():
-        if not name.startswith("page"):
-            assert re.search(r"--shutdown-timeout[= ]60", " ".join(arguments)), name
-
-
 def test_the_image_is_of_the_supported_vllm():
     text = (FOLDER / "Dockerfile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (needed,) = map(Requirement, project["optional-dependencies"]["cpu"])
     (version,) = [specifier.version for specifier in needed.specifier]
     assert set(re.findall(r"TAG=v([\d.]+)", text)) == {version}
-    instructions = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
-    keywords = {"ARG", "FROM", "RUN", "ENV", "VOLUME", "EXPOSE", "ENTRYPOINT"}
-    assert {line.split()[0] for line in instructions.splitlines() if line.strip()} == keywords
     assert 'ENTRYPOINT ["vllm", "serve"]' in text

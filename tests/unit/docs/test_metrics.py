@@ -67,9 +67,7 @@ def test_no_page_names_a_metric_that_does_not_exist(ours):
 
 
 def test_dashboard_names_metrics_that_exist(ours, stock):
-    used: set[str] = set()
-    for expression in expressions():
-        used |= set(re.findall(r"vllm:\w+", expression))
+    used = set(re.findall(r"vllm:\w+", " ".join(expressions())))
     for name in used - set(ours):
         base = next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name)
         assert base in stock, name
@@ -87,24 +85,8 @@ def test_dashboard_groups_by_labels_that_exist(ours):
         for target in panel["targets"]:
             for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):
                 assert f"by ({label})" in target["expr"]
-
-
-def test_dashboard_can_be_imported():
-    variables = {one["name"] for one in DASHBOARD["templating"]["list"]}
-    places = set()
-    for panel in DASHBOARD["panels"]:
-        assert panel["datasource"]["uid"] == "${datasource}"
-        assert panel["description"]
-        place = panel["gridPos"]
-        places.add((place["x"], place["y"]))
-        assert place["x"] + place["w"] <= 24
-    assert len(places) == len({panel["id"] for panel in DASHBOARD["panels"]})
-    assert len(places) == len(DASHBOARD["panels"])
-    for expression in expressions():
-        for opening, closing in ("()", "{}", "[]"):
-            assert expression.count(opening) == expression.count(closing), expression
-        for name in re.findall(r"\$(\w+)", expression):
-            assert name in variables | {"__rate_interval"}, expression
+            variables = {one["name"] for one in DASHBOARD["templating"]["list"]}
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables | {"__rate_interval"}
 
 
 def test_failure_reasons(ours):

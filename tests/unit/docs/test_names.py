@@ -49,13 +49,6 @@ def test_make_targets(document):
             assert not unknown, f"{document.name}: make {unknown}"
 
 
-def test_help_lists_the_targets_for_people():
-    listed = set(re.findall(r"^([a-z]+):.*## ", MAKEFILE, re.MULTILINE))
-    assert {"demo", "test", "docs", "bench", "lint"} <= listed
-    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
-    assert listed <= set(phony[1].split())
-
-
 @pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
 def test_flags_of_benchmarks(document):
     for command in document.commands():
@@ -134,14 +127,6 @@ def test_commands(document, cli):
         for word in words:
             if word.startswith("-") and not re.fullmatch(r"-\d.*", word):
                 assert word.partition("=")[0] in cli[name], f"{document.name}: {line}"
-
-
-def test_the_generated_table_holds_every_command(cli):
-    rows = (ROOT / "docs" / "options.md").read_text().splitlines()
-    for name, options in cli.items():
-        (row,) = [row for row in rows if re.match(rf"\| `vllm-trie {name}[ `]", row)]
-        listed = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", row.split("|")[3]))
-        assert options - {"--help"} <= listed, name
 
 
 def test_the_table_of_families_is_that_of_the_tests():

@@ -35,16 +35,12 @@ def test_it_guesses_what_followed_before(namespace):
     assert chain.token_ids.tolist() == [8, 5]
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=40),
-    st.integers(1, 12),
-    st.integers(1, 6),
-    st.booleans(),
-)
-def test_it_obeys_the_rules(tokens, max_nodes, max_depth, chain):
-    names: dict[str, Any] = {}
-    exec(next(b for b in PAGE.fenced("python") if "class EchoDrafter" in b), names)
-    drafter = names["EchoDrafter"](names["EchoOptions"](branches=3), make_context())
+TEXTS = st.lists(st.integers(0, 5), min_size=1, max_size=40)
+
+
+@given(TEXTS, st.integers(1, 12), st.integers(1, 6), st.booleans())
+def test_it_obeys_the_rules(namespace, tokens, max_nodes, max_depth, chain):
+    drafter = namespace["EchoDrafter"](namespace["EchoOptions"](branches=3), make_context())
     request = make_request(tokens, max_nodes=max_nodes, max_depth=max_depth, chain_only=chain)
     (tree,) = drafter.propose([request])
     tree.validate(1000, max_nodes)
@@ -65,10 +61,9 @@ def test_the_entry_point_makes_it_a_method(namespace, monkeypatch):
 
 
 def test_every_field_of_a_request_is_explained():
-    for name in DraftRequest.__dataclass_fields__:
-        if name != "request_id":
-            assert f"`{name}`" in PAGE.text, name
-    members = "load_model released needs_hidden_states needs_node_argmax needs_rows"
-    for name in members.split():
+    for name in DraftRequest.__dataclass_fields__.keys() - {"request_id"}:
+        assert f"`{name}`" in PAGE.text, name
+    needs = (f"needs_{what}" for what in ("hidden_states", "node_argmax", "rows"))
+    for name in ("load_model", "released", *needs):
         assert hasattr(Drafter, name)
         assert name in PAGE.text

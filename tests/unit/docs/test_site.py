@@ -11,8 +11,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from tests.unit.docs.pages import ROOT
 
@@ -79,30 +77,3 @@ def test_every_link_and_anchor(site):
 def test_nothing_is_loaded_from_elsewhere(site):
     for path, html in site.items():
         assert not [link for link in html.loaded if "://" in link], path.name
-
-
-@needs_mkdocs
-def test_drawings_are_on_the_pages(site):
-    loaded = {Path(link).name for html in site.values() for link in html.loaded}
-    assert {path.name for path in (ROOT / "docs" / "drawings").glob("*.svg")} <= loaded
-
-
-def pins(name: str) -> dict[str, str]:
-    lines = (ROOT / "requirements" / name).read_text().splitlines()
-    requirements = [
-        Requirement(line) for line in lines if line and not line.lstrip().startswith("#")
-    ]
-    return {canonicalize_name(one.name): str(one.specifier) for one in requirements}
-
-
-@pytest.mark.parametrize(("name", "tool"), [("docs", "mkdocs-material"), ("dist", "auditwheel")])
-def test_the_locks_fit_the_large_one(name, tool):
-    """All are installed into one environment."""
-    tool_pins, cpu = pins(f"{name}.txt"), pins("cpu.txt")
-    assert tool in tool_pins
-    assert {name: pin for name, pin in tool_pins.items() if cpu.get(name, pin) != pin} == {}
-    for line in (ROOT / "requirements" / f"{name}.in").read_text().splitlines():
-        if line and not line.startswith("#"):
-            requirement = Requirement(line.partition("#")[0])
-            version = tool_pins[canonicalize_name(requirement.name)].removeprefix("==")
-            assert requirement.specifier.contains(version)

@@ -32,8 +32,3 @@ def test_text_has_a_line_per_node(trace):
         assert f"#{rank} {score:.3f}" in body
     assert "␣the" in body
     assert "\\n" in body
-
-
-def test_dropped_candidates_can_be_left_out(trace):
-    lines = draw_text(trace, token_text, dropped=False).splitlines()
-    assert len(lines) == 2 + len(trace.token_ids) - trace.fates.count("dropped")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,12 +44,3 @@ def test_text_shows_the_shape_and_probabilities():
 )
 def test_invisible_characters_are_shown(text, shown):
     assert visible_text(text) == shown
-
-
-def test_never_accepted_nodes_are_labelled() -> None:
-    tree = TokenTree(
-        np.array([1], dtype=np.int32),
-        np.array([-1], dtype=np.int32),
-        never_accept=np.array([True]),
-    )
-    assert "never accepted" in draw_text(tree, str)

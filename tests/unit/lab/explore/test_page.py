@@ -122,16 +122,6 @@ def test_speed_is_measured_where_plain_decoding_was_recorded():
     assert "median of 3 steps" in estimated.source
 
 
-def test_the_page_names_the_request_its_date_and_its_options():
-    header = Header.of("cmpl-1", "x", "folder/model", "t", [0], {"scoring": "frequency"})
-    document = json.loads(Elements(page([Trace(header, [], "complete")], hostile)).scripts[0])
-    assert document["title"] == "model"
-    about = document["runs"][0]["about"]
-    assert re.fullmatch(
-        r"request cmpl-1 · date 20\d\d-\d\d-\d\d \d\d:\d\d UTC · scoring frequency", about
-    )
-
-
 @given(st.text(max_size=12), st.data())
 def test_pieces_add_up(text, data):
     """Tokens are bytes here, so that characters are spread over steps."""

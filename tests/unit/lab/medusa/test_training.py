@@ -42,10 +42,11 @@ def counting_rows(count: int = 64) -> np.ndarray:
     return ((starts[:, None] + np.arange(LENGTH)) % VOCAB).astype(np.int32)
 
 
-def make_trainer(steps: int = 60, **changes) -> Trainer:
+def make_trainer(shape: HeadsShape = SHAPE, rows=None, steps: int = 60, **changes) -> Trainer:
     torch.manual_seed(0)
     plan = TrainingPlan(steps=steps, batch_rows=4, learning_rate=2e-2, warmup_steps=5, **changes)
-    return Trainer(CountingModel(), TokenRows(counting_rows().ravel(), LENGTH), plan, SHAPE)
+    rows = counting_rows() if rows is None else rows
+    return Trainer(CountingModel(), TokenRows(rows.ravel(), LENGTH), plan, shape)
 
 
 def run(trainer: Trainer, until: int) -> None:
@@ -84,12 +85,7 @@ def test_resuming_something_else_is_refused():
     state = make_trainer(steps=12).state()
     with pytest.raises(ValueError, match=r"steps=20 \(before: 12\)"):
         make_trainer(steps=20).resume(state)
-    other = Trainer(
-        CountingModel(),
-        TokenRows(counting_rows().ravel(), LENGTH),
-        make_trainer(steps=12).plan,
-        HeadsShape(3, 1, HIDDEN, VOCAB, VOCAB),
-    )
+    other = make_trainer(HeadsShape(3, 1, HIDDEN, VOCAB, VOCAB), steps=12)
     with pytest.raises(ValueError, match="another shape"):
         other.resume(state)
     with pytest.raises(ValueError, match="another shape"):
@@ -97,11 +93,9 @@ def test_resuming_something_else_is_refused():
 
 
 def test_heads_for_the_most_frequent_tokens():
-    plan = TrainingPlan(steps=60, batch_rows=4, learning_rate=2e-2, warmup_steps=5)
-    shape = HeadsShape(2, 1, HIDDEN, VOCAB, 6, shares_output=True)
     rows = counting_rows()
     rows[:48] %= 6
-    trainer = Trainer(CountingModel(), TokenRows(rows.ravel(), LENGTH), plan, shape)
+    trainer = make_trainer(HeadsShape(2, 1, HIDDEN, VOCAB, 6, shares_output=True), rows)
     assert trainer.heads.token_map.tolist() == list(range(6))
     run(trainer, 60)
     states = trainer.backbone.hidden_states(torch.tensor([0, 3]))
