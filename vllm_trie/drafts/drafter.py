@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -102,9 +102,8 @@ class DraftRequest:
             `needs_rows`.
         cache_salt: Only requests with the same salt may profit from one another's text.
         sample_of: The same for all samples of one prompt; None for a request that is no sample.
-        prediction: int32, the answer as the client predicts it, which is drafted next to the
-            drafter's tree; None without one.
         is_sampled: Whether it has a temperature.
+        extra_args: Of its sampling parameters, as they reach the worker.
         min_probability: Nodes whose path is less likely are not verified; a drafter that knows
             probabilities may leave them out to save time.
     """
@@ -121,8 +120,8 @@ class DraftRequest:
     cache_salt: str | None = None
     min_probability: float = 0.0
     sample_of: str | None = None
-    prediction: np.ndarray | None = None
     is_sampled: bool = False
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Drafter(ABC):

@@ -20,6 +20,13 @@ class Extra(NamedTuple):
         methods: Drafter classes by the name of their drafting method.
         hooks: Modules with entries of the ledger, by feature and platform.
         commands: Modules of the command line, and their help, by the name of their group.
+        request_options: Makers of what travels to the workers, see
+            :class:`~vllm_trie.hooks.frontend.request_options.RequestOption`, by key of requests'
+            extra arguments.
+        counters: Help texts of counters by the names under which extras count, see
+            :meth:`~vllm_trie.hooks.wire.TreeStats.count`; their metrics begin with ``vllm:trie_``.
+        draft_source: Makes a :class:`~vllm_trie.drafts.sources.DraftSource` for an engine; told of
+            its steps if it is an observer of them, too.
         step_observer: Makes a :class:`~vllm_trie.drafts.engine.observers.StepObserver` for an
             engine, or None.
         draft_extension: Makes, for a scheduler of vLLM's, an object whose ``extend_drafts()`` adds
@@ -37,6 +44,9 @@ class Extra(NamedTuple):
     methods: Mapping[str, str] = {}
     hooks: Mapping[tuple[str, str], str] = {}
     commands: Mapping[str, tuple[str, str]] = {}
+    request_options: Mapping[str, str] = {}
+    counters: Mapping[str, str] = {}
+    draft_source: str = ""
     step_observer: str = ""
     draft_extension: str = ""
     checks: Mapping[str, str] = {}
@@ -47,12 +57,23 @@ class Extra(NamedTuple):
 
 
 EXTRAS: Mapping[str, Extra] = {
-    "predictions": Extra(hooks={("speculation", "any"): "request"}),
+    "predictions": Extra(
+        hooks={("speculation", "any"): "request counts"},
+        request_options={"prediction": "request:packed_for_engine"},
+        counters={
+            "accepted_prediction_tokens": "Tokens drafted from predictions that were accepted.",
+            "rejected_prediction_tokens": "Tokens drafted from predictions that were not.",
+        },
+        draft_source="source:Predictions",
+    ),
     "forced_tokens": Extra(
         hooks={("speculation", "any"): "forced_tokens"},
         draft_extension="forced_tokens:ForcedTokens",
     ),
-    "traces": Extra(step_observer="recorder:open_recorder"),
+    "traces": Extra(
+        request_options={"speculation_trace": "request:checked"},
+        step_observer="recorder:open_recorder",
+    ),
     "memory": Extra(
         options="options:MemoryOptions",
         start_check="start:check_store",

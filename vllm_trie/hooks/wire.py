@@ -25,11 +25,6 @@ from vllm_trie.searches import ITEM_OPTIONS, BeamOptions, SearchSettings
 
 SPECULATION = "speculation"
 """Switches a request's drafts off."""
-TRACE = "speculation_trace"
-"""Asks for a file with the request's trees."""
-PREDICTION = "prediction"
-"""The answer as the client predicts it; behind the front end the bytes of int32 token ids. Also the
-key of the request's counts in its output."""
 CACHE_SALT = "vllm_trie_cache_salt"
 """Carries a request's cache salt to the worker."""
 SPEC_KEY = "vllm_trie_beam"
@@ -207,11 +202,12 @@ class TreeStats:
         verification_seconds: Time in the tree walk and the KV moves, without the forward pass.
         preparation_seconds: Time to place the trees into the batch (positions, masks).
         bookkeeping_seconds: Time around the drafter: requests built, trees checked and kept.
-        accepted_prediction_tokens, rejected_prediction_tokens: Tokens drafted from predictions.
         draft_failures: Failed drafts, by reasons that had any.
-        predictions: Accepted and rejected ones of each request; the scheduler keeps them.
         waits: Steps for whose tokens the host waited before the next launch on Model Runner V2, by
             cause: to draft, to draft again after a pause, to take in the outcome of drafts in one.
+        counts: What extras count, by name.
+        of_requests: The same of each request; an extra that counts them takes them out in the
+            scheduler.
     """
 
     steps: int = 0
@@ -220,28 +216,31 @@ class TreeStats:
     verification_seconds: float = 0.0
     preparation_seconds: float = 0.0
     bookkeeping_seconds: float = 0.0
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
     draft_failures: dict[str, int] = field(default_factory=dict)
-    predictions: dict[str, tuple[int, int]] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    of_requests: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add(self, other: TreeStats) -> None:
         """Add another report to this one."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _COUNTS:
-            counts = getattr(self, name)
-            for reason, count in getattr(other, name).items():
-                counts[reason] = counts.get(reason, 0) + count
-        for request_id, pair in other.predictions.items():
-            self.count_prediction(request_id, *pair)
+            add_counts(getattr(self, name), getattr(other, name))
+        for request_id, counts in other.of_requests.items():
+            add_counts(self.of_requests.setdefault(request_id, {}), counts)
 
-    def count_prediction(self, request_id: str, accepted: int, rejected: int) -> None:
-        """Add to the counts of a request's prediction."""
-        before = self.predictions.get(request_id, (0, 0))
-        self.predictions[request_id] = before[0] + accepted, before[1] + rejected
+    def count(self, request_id: str, counts: Mapping[str, int]) -> None:
+        """Add counts of a request, by name, to its and to the engine's."""
+        add_counts(self.counts, counts)
+        add_counts(self.of_requests.setdefault(request_id, {}), counts)
 
 
-_COUNTS = ("draft_failures", "waits")
-_SUMS = [f.name for f in fields(TreeStats) if f.name not in (*_COUNTS, "predictions")]
+def add_counts(sums: dict[str, int], counts: Mapping[str, int]) -> None:
+    """Add counts to sums, by name."""
+    for name, count in counts.items():
+        sums[name] = sums.get(name, 0) + count
+
+
+_COUNTS = ("draft_failures", "waits", "counts")
+_SUMS = [f.name for f in fields(TreeStats) if f.name not in (*_COUNTS, "of_requests")]

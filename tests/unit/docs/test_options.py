@@ -87,12 +87,12 @@ def test_node_budget():
 
 
 def test_request_and_engine_keys():
-    from vllm_trie.hooks import wire
+    from vllm_trie.hooks.frontend.request_options import option_keys
     from vllm_trie.hooks.start import config
 
     for key in (config.CONFIG_KEY, config.BEAM_SEARCH, config.ALLOW_GPU):
         assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text
-    for key in (wire.SPECULATION, wire.TRACE):
+    for key in option_keys():
         assert f"`{key}`" in REQUESTS_PAGE.text
 
 

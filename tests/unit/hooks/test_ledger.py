@@ -87,7 +87,7 @@ def test_every_entry_says_why_and_until_when():
         assert patch.until, patch.target
         assert patch.target.startswith("vllm."), patch.target
         assert (patch.wrapper is not None) == (patch.kind in ("wrapped", "subclassed"))
-    keys = [(patch.target, patch.feature, patch.scope) for patch in ledger.entries()]
+    keys = [(patch.target, patch.feature, patch.scope, patch.why) for patch in ledger.entries()]
     assert len(set(keys)) == len(keys)
 
 

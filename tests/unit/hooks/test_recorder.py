@@ -17,10 +17,10 @@ from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.traces import recorder as module
 from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.extras.traces.trace_file import Step, read_trace
-from vllm_trie.hooks.frontend.extra_args import SpeculationRequestError, check_speculation
+from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, with_packed_options
 from vllm_trie.hooks.start.config import EngineOptions, TreeConfig
 from vllm_trie.hooks.start.engine_args import _check_trace_path
-from vllm_trie.searches.engine.beam_support import BeamRequestError
+from vllm_trie.hooks.wire import SPEC_KEY, TreeStats
 from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.tree import TokenTree
 
@@ -50,7 +50,7 @@ def recorder_of(folder: Path, method: str = "ngram_trie", **options: Any) -> Tra
 def record(recorder: TraceRecorder, results: dict[str, VerifiedStep], new_tokens: Any) -> None:
     trees = [result.tree for result in results.values()]
     accepted = [result.accepted for result in results.values()]
-    recorder.ended(TreeStep([*results], trees, accepted=accepted), new_tokens)
+    recorder.ended(TreeStep([*results], trees, accepted=accepted), new_tokens, TreeStats())
 
 
 @pytest.fixture
@@ -195,12 +195,19 @@ def config(trace_path: str | None) -> Any:
 )
 def test_traces_that_nobody_writes_are_refused(extra, engine, said):
     with pytest.raises(SpeculationRequestError, match=said):
-        check_speculation(engine, SimpleNamespace(extra_args=extra))
+        with_packed_options(engine, SimpleNamespace(extra_args=extra), None)
 
 
-def test_beam_searches_have_no_trace():
-    with pytest.raises(BeamRequestError, match="speculation_trace is for requests with drafts"):
-        prepare_params(SamplingParams(extra_args={"beam_width": 2, "speculation_trace": True}))
+@pytest.mark.parametrize("asks", [True, False])
+def test_beam_searches_have_no_trace(asks):
+    options = {"beam_width": 2, "speculation_trace": asks}
+    params = prepare_params(SamplingParams(extra_args=options))
+    if asks:
+        with pytest.raises(SpeculationRequestError, match="for requests with drafts, and a search"):
+            with_packed_options(config("folder"), params, None)
+    else:
+        params = with_packed_options(config(None), params, None)
+        assert params.extra_args.keys() == {SPEC_KEY}
 
 
 def test_the_folder_must_exist(tmp_path):

@@ -8,39 +8,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.tokenizers import get_tokenizer
 
-from vllm_trie.extras.predictions.request import with_packed
-from vllm_trie.hooks.frontend.extra_args import check_extra_args, check_speculation
-from vllm_trie.hooks.wire import CACHE_SALT, PREDICTION, SPEC_KEY
-from vllm_trie.lab.tiny_model import model_path
+from vllm_trie.hooks.frontend.extra_args import check_extra_args
+from vllm_trie.hooks.frontend.request_options import with_packed_options
+from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY
 from vllm_trie.searches import OPTION_NAMES, parse_options
 from vllm_trie.searches.engine.frontend.requests import check_api_request
 
 ENGINE: Any = SimpleNamespace(kv_transfer_config=None)
 
 
+def check_options(engine: Any, params: Any) -> None:
+    assert with_packed_options(engine, params, None) is params
+
+
 @pytest.mark.parametrize("value", ["nonsense", 5, [1, 2], None, 0.5])
 def test_nonsense_is_the_clients_error(value):
     """The server answers 400 to a ``VLLMClientError`` and 500 to any other exception."""
     with pytest.raises(VLLMClientError, match=r"extra_args\['speculation'\]") as error:
-        check_speculation(ENGINE, SimpleNamespace(extra_args={"speculation": value}))
+        check_options(ENGINE, SimpleNamespace(extra_args={"speculation": value}))
     assert isinstance(error.value, ValueError)
     assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"speculation": True}, {"speculation": 0}])
 def test_what_makes_sense_passes(extra_args):
-    check_speculation(ENGINE, SimpleNamespace(extra_args=extra_args))
+    check_options(ENGINE, SimpleNamespace(extra_args=extra_args))
 
 
 @pytest.mark.parametrize("value", ["tenant", 5, [1, 2]])
 @pytest.mark.parametrize(
     ("key", "check", "instead"),
     [
-        (CACHE_SALT, check_speculation, "cache_salt"),
+        (CACHE_SALT, check_options, "cache_salt"),
         (SPEC_KEY, lambda engine, params: check_extra_args(engine, params, []), "beam_width"),
     ],
 )
@@ -52,23 +53,6 @@ def test_what_the_plugin_tells_itself_is_not_for_requests(key, check, instead, v
     assert f" {instead}" in str(error.value).replace("'", "")
     check(ENGINE, SimpleNamespace(extra_args={"something": value}))
     check(ENGINE, SimpleNamespace(extra_args=None))
-
-
-@pytest.mark.parametrize(
-    ("prediction", "allowed"),
-    [
-        (b"abc", "a text or a list of token ids"),
-        (b"abcdabcd", "a text or a list of token ids"),
-        ("\ud800", "text without lone surrogates"),
-        ([1, 10**6], r"ids in \[0, 100\)"),
-    ],
-)
-def test_predictions_that_cannot_be_read(prediction, allowed):
-    """Bytes of token ids are how a prediction travels to the worker, which believes them."""
-    model: Any = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
-    params = SamplingParams(extra_args={PREDICTION: prediction})
-    with pytest.raises(VLLMClientError, match=f"prediction: got .*, allowed is {allowed};"):
-        with_packed(SimpleNamespace(model_config=model), params, get_tokenizer(model_path()))
 
 
 def check(extra_args: dict[str, Any] | None, *processors: str, connector: Any = None) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.hooks.wire import CACHE_SALT, PREDICTION, may_draft
+from vllm_trie.hooks.wire import CACHE_SALT, may_draft
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -99,6 +99,7 @@ def draft_request(
         max_depth = min(room, params.max_tokens - num_output_tokens - 1)
     if min(max_nodes, max_depth) <= 0:
         return None
+    extra_args = params.extra_args or {}
     return DraftRequest(
         request_id=request_id,
         token_ids=token_ids,
@@ -106,10 +107,10 @@ def draft_request(
         max_nodes=min(max_nodes, room),
         max_depth=max_depth,
         chain_only=chain_only or params.structured_outputs is not None,
-        cache_salt=_cache_salt(data, params.extra_args or {}),
+        cache_salt=_cache_salt(data, extra_args),
         sample_of=_sample_of(request_id),
-        prediction=_prediction(params.extra_args or {}),
         is_sampled=params.temperature > 0.0,
+        extra_args=extra_args,
     )
 
 
@@ -165,12 +166,6 @@ def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:
     if adapter is not None:  # the length says where its name ends
         return f"\0{len(adapter.lora_name)}:{adapter.lora_name}{salt or ''}"
     return f"\0:{salt}" if salt and salt[0] == "\0" else salt
-
-
-def _prediction(extra_args: Mapping[str, Any]) -> np.ndarray | None:
-    """Return a request's prediction as the front end has packed it."""
-    packed = extra_args.get(PREDICTION)
-    return np.frombuffer(packed, dtype=np.int32) if packed else None
 
 
 def _sample_of(request_id: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vllm_trie.drafts import Drafter, DraftRequest
-from vllm_trie.extras.predictions.source import Predictions
+from vllm_trie.drafts.sources import DraftSource
 from vllm_trie.hooks.wire import FAILURE_REASONS, FailureReason
 from vllm_trie.tree import MalformedTreeError, TokenTree, check_all
 
@@ -38,16 +38,21 @@ class GuardedDrafter:
 
     Attributes:
         drafter: The drafter; may be replaced.
-        predictions: Those of the requests, which are drafted next to its trees.
+        sources: Add to its trees.
         seconds: Time spent in the drafter.
         failures: Number of failures by reason, since the start.
     """
 
     def __init__(
-        self, drafter: Drafter, vocab_size: int, time_limit_s: float, logger: logging.Logger
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        time_limit_s: float,
+        logger: logging.Logger,
+        sources: Sequence[DraftSource] = (),
     ) -> None:
         self.drafter = drafter
-        self.predictions = Predictions()
+        self.sources = sources
         self.seconds = 0.0
         self.failures: dict[FailureReason, int] = dict.fromkeys(FAILURE_REASONS, 0)
         self._vocab_size = vocab_size
@@ -105,7 +110,6 @@ class GuardedDrafter:
         is_learned = request_id not in self._unlearned
         self._unlearned.discard(request_id)
         self._failed_requests.discard(request_id)
-        self.predictions.release(request_id)
         if ended is None:
             return
         if self._is_resting or not is_learned:  # texts would pile up while it rests
@@ -173,7 +177,8 @@ class GuardedDrafter:
             trees = self._call(self.drafter.propose, handed_out)
             if len(trees) != len(requests):
                 raise MalformedTreeError(f"{len(trees)} trees for {len(requests)} requests")
-            trees = self.predictions.extend(requests, trees)
+            for source in self.sources:
+                trees = source.extend(requests, trees)
         except _TooLate as error:
             self._rest(error)
             return [_EMPTY] * len(requests)

@@ -227,11 +227,6 @@ class TreeVerifier:
         step.accepted = accepted
         if self.budget is not None and step.has_drafts:
             self.budget.observe_verified(step.trees, accepted)
-        counts = self.guard.predictions.observe(step.request_ids, step.trees, accepted)
-        for request_id, pair in counts.items():
-            self._stats.accepted_prediction_tokens += pair.accepted
-            self._stats.rejected_prediction_tokens += pair.rejected
-            self._stats.count_prediction(request_id, *pair)
 
     def compact(
         self,
@@ -267,7 +262,7 @@ class TreeVerifier:
         self._stats.steps += step.num_decoding
         self._stats.tokens += sum(map(len, new_tokens))
         for observer in self.observers:
-            observer.ended(step, new_tokens)
+            observer.ended(step, new_tokens, self._stats)
         for request_id in step.request_ids:
             self._stored_trees.pop(request_id, None)
         self._stats.bookkeeping_seconds += time.perf_counter() - start
@@ -363,7 +358,7 @@ class TreeVerifier:
             stats, self._stats = self._stats, TreeStats()
             stats.draft_failures = self.guard.take_new_failures()
             self.totals.add(stats)
-            self.totals.predictions.clear()
+            self.totals.of_requests.clear()
             for memory in self._memories:
                 memory.tick()
         self._clock.leave()

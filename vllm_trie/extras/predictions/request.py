@@ -1,32 +1,26 @@
 """Predicted outputs: the field ``prediction`` of chats, and the extra argument of that name.
 
-The text is tokenized here, once, and travels as the bytes of int32 ids. The counts of accepted and
-rejected tokens come back with a request's outputs.
+The text is tokenized here, once, and travels as the bytes of int32 ids.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
-from vllm_trie.hooks.frontend.answers import COUNTS, counts_of, remembered
-from vllm_trie.hooks.frontend.extra_args import SpeculationRequestError
-from vllm_trie.hooks.ledger.record import Result, Symbols
+from vllm_trie.extras.predictions.source import PREDICTION
+from vllm_trie.hooks.frontend.request_options import SpeculationRequestError
+from vllm_trie.hooks.ledger.record import Symbols
 from vllm_trie.hooks.start import config
-from vllm_trie.hooks.wire import PREDICTION, extra_args_of, is_search
 from vllm_trie.searches.settings import shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.tokenizers import TokenizerLike
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 logger = init_logger(__name__)
 
@@ -35,8 +29,6 @@ _ALLOWED = (
     "TEXT}"
 )
 _predicted = Symbols(until="vLLM takes predicted outputs")
-
-# -- requests --------------------------------------------------------------------------------------
 
 
 class _Packed(bytes):
@@ -120,17 +112,12 @@ def _refusal(given: str, allowed: str) -> SpeculationRequestError:
     )
 
 
-def with_packed(vllm_config: VllmConfig, params: Any, tokenizer: TokenizerLike | None) -> Any:
-    """Return a request's parameters with its prediction as it travels; searches need none."""
-    extra_args = extra_args_of(params)
-    if PREDICTION not in extra_args:
-        return params
-    packed = pack(vllm_config, extra_args[PREDICTION], tokenizer)
-    params = params.clone()
-    params.extra_args = {key: value for key, value in extra_args.items() if key != PREDICTION}
-    if packed is not None and not is_search(params):
-        params.extra_args[PREDICTION] = bytes(packed)  # vLLM's messages take no subclass
-    return params
+def packed_for_engine(
+    vllm_config: VllmConfig, value: object, tokenizer: TokenizerLike | None, is_search: bool
+) -> bytes | None:
+    """Return a prediction as it travels, see :class:`RequestOption`; searches need none."""
+    packed = pack(vllm_config, value, tokenizer)
+    return None if packed is None or is_search else bytes(packed)  # messages take no subclass
 
 
 async def _take_prediction(
@@ -159,102 +146,3 @@ for _name in (
     "responses.serving:OpenAIServingResponses._render_resolved_response_inputs",
 ):
     _predicted.wraps(f"entrypoints.openai.{_name}", "takes predictions")(_take_prediction)
-
-# -- answers ---------------------------------------------------------------------------------------
-
-
-@_predicted.wraps(
-    "v1.engine.output_processor:OutputProcessor.add_request",
-    "requests with predictions have counts before any token is drafted",
-)
-def add_request(
-    original: Callable[..., None],
-    self: OutputProcessor,
-    request: EngineCoreRequest,
-    *args: object,
-    **kwargs: object,
-) -> None:
-    original(self, request, *args, **kwargs)
-    if PREDICTION in extra_args_of(request.sampling_params):
-        vars(self.request_states[request.request_id]).setdefault("prediction_counts", (0, 0))
-
-
-@_predicted.wraps(
-    "v1.engine.output_processor:RequestState.make_request_output",
-    "takes the counts of a prediction out of the field they travel in",
-)
-def make_request_output(
-    original: Callable[..., Result],
-    self: RequestState,
-    new_token_ids: object,
-    pooling_output: object,
-    finish_reason: object,
-    stop_reason: object,
-    kv_transfer_params: dict[str, Any] | None = None,
-    *args: object,
-    **kwargs: object,
-) -> Result:
-    if kv_transfer_params is not None and PREDICTION in kv_transfer_params:
-        others = {key: value for key, value in kv_transfer_params.items() if key != PREDICTION}
-        self.prediction_counts = kv_transfer_params[PREDICTION]  # type: ignore[attr-defined]
-        kv_transfer_params = others or None
-    outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
-    return original(self, *outcome, kv_transfer_params, *args, **kwargs)
-
-
-@_predicted.wraps(
-    "v1.engine.output_processor:RequestState._new_completion_output",
-    "gives outputs the counts of their predictions",
-)
-def new_completion_output(
-    original: Callable[..., CompletionOutput], self: RequestState, *args: Any, **kwargs: Any
-) -> CompletionOutput:
-    output = original(self, *args, **kwargs)
-    if (counts := getattr(self, "prediction_counts", None)) is not None:
-        assert self.detokenizer is not None
-        accepted, rejected = counts
-        # Tokens behind a stop are cut off, and accepted tokens may be among them.
-        num_cut = max(accepted - self.detokenizer.num_output_tokens(), 0)
-        vars(output).update(zip(COUNTS, (accepted - num_cut, rejected + num_cut), strict=True))
-    return output
-
-
-@_predicted.wraps("outputs:RequestOutput.add", "keeps the counts of outputs that become one")
-def merge_outputs(
-    original: Callable[..., None], self: RequestOutput, next_output: RequestOutput, aggregate: bool
-) -> None:
-    """Keep the later counts where a stream's reader is slower than the engine."""
-    original(self, next_output, aggregate)
-    newer = {output.index: vars(output) for output in next_output.outputs}
-    for output in self.outputs:
-        values = newer.get(output.index, {})
-        vars(output).update({name: values[name] for name in COUNTS if name in values})
-
-
-async def _stream_with_counts(
-    original: Callable[..., AsyncIterator[str]], self: Any, request: Any, *args: Any, **kwargs: Any
-) -> AsyncIterator[str]:
-    """Add the counts to the usage at the end of a stream."""
-    if PREDICTION not in (request.vllm_xargs or {}):
-        async for chunk in original(self, request, *args, **kwargs):
-            yield chunk
-        return
-    last: dict[tuple[int, int], CompletionOutput] = {}
-    arguments = [remembered(arg, last) if hasattr(arg, "__aiter__") else arg for arg in args]
-    async for chunk in original(self, request, *arguments, **kwargs):
-        counts = counts_of(last.values())
-        if counts and '"choices":[]' in chunk and '"usage":{' in chunk:
-            body = json.loads(chunk.removeprefix("data: "))
-            details = body["usage"].get("completion_tokens_details") or {"reasoning_tokens": 0}
-            body["usage"]["completion_tokens_details"] = {**details, **counts}
-            chunk = f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
-        yield chunk
-
-
-for _name in (
-    "chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
-    "completion.serving:OpenAIServingCompletion.completion_stream_generator",
-):
-    _predicted.wraps(f"entrypoints.openai.{_name}", "streams end with the counts")(
-        _stream_with_counts
-    )

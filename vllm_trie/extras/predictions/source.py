@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_trie.drafts.drafter import DraftRequest
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.engine.observers import StepObserver
+from vllm_trie.drafts.sources import DraftSource
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
+if TYPE_CHECKING:
+    from vllm_trie.drafts.engine.tree_step import TreeStep
+    from vllm_trie.hooks.wire import TreeStats
+
+PREDICTION = "prediction"
+"""Key of a request's extra arguments: the answer as the client predicts it; behind the front end
+the bytes of int32 token ids."""
 LONGEST_MATCH = 32
 """Tokens behind a place that are compared."""
 NEAR = 64
@@ -41,10 +50,10 @@ _LEAST = 0.1
 
 
 class PredictionCounts(NamedTuple):
-    """Tokens drafted from a prediction."""
+    """Tokens drafted from a prediction, under the names of their metrics."""
 
-    accepted: int
-    rejected: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 @dataclass(slots=True)
@@ -134,27 +143,27 @@ class _Prediction:
         return PredictionCounts(num_accepted, len(path) - num_accepted)
 
 
-class Predictions:
+class Predictions(DraftSource, StepObserver):
     """The predictions of the running requests."""
 
     def __init__(self) -> None:
         self._predictions: dict[str, _Prediction] = {}
 
     def extend(self, requests: Sequence[DraftRequest], trees: list[TokenTree]) -> list[TokenTree]:
-        """Return the drafters' trees, with the predictions of the requests that have one."""
-        if all(request.prediction is None for request in requests):
+        """Return the drafter's trees, with the predictions of the requests that have one."""
+        if not any(request.extra_args.get(PREDICTION) for request in requests):
             return trees
         extended = list(trees)
         for index, request in enumerate(requests):
-            if request.prediction is not None:
-                extended[index] = self._extended(request, trees[index])
+            if packed := request.extra_args.get(PREDICTION):
+                extended[index] = self._extended(request, packed, trees[index])
         return extended
 
-    def _extended(self, request: DraftRequest, tree: TokenTree) -> TokenTree:
+    def _extended(self, request: DraftRequest, packed: bytes, tree: TokenTree) -> TokenTree:
         prediction = self._predictions.get(request.request_id)
         if prediction is None:
-            assert request.prediction is not None
-            prediction = self._predictions[request.request_id] = _Prediction(request.prediction)
+            prediction = _Prediction(np.frombuffer(packed, dtype=np.int32))
+            self._predictions[request.request_id] = prediction
         prediction.take(request.token_ids[request.num_prompt_tokens :])
         length = min(request.max_nodes, request.max_depth)
         probabilities = prediction.draft(length, request.min_probability)
@@ -165,22 +174,16 @@ class Predictions:
         merged = merge_chain(tree, prediction.drafted, probabilities, request.max_nodes)
         return merged.chain() if request.chain_only else merged
 
-    def observe(
-        self,
-        request_ids: Sequence[str],
-        trees: Sequence[TokenTree],
-        accepted: Sequence[Sequence[int]],
-    ) -> dict[str, PredictionCounts]:
-        """Take in the verified trees of a step; return the counts of each request with any."""
-        counts = {}
-        if self._predictions:
-            for request_id, tree, nodes in zip(request_ids, trees, accepted, strict=True):
-                prediction = self._predictions.get(request_id)
-                if prediction is not None and prediction.drafted:
-                    counts[request_id] = prediction.observe(tree, nodes)
-        return counts
+    def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
+        """Count the verified nodes that were drafted from predictions."""
+        if not self._predictions:
+            return
+        for request_id, tree, path in zip(step.request_ids, step.trees, step.accepted, strict=True):
+            prediction = self._predictions.get(request_id)
+            if prediction is not None and prediction.drafted:
+                stats.count(request_id, prediction.observe(tree, path)._asdict())
 
-    def release(self, request_id: str) -> None:
+    def released(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._predictions.pop(request_id, None)
 

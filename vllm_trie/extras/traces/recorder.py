@@ -15,8 +15,8 @@ from vllm.logger import init_logger
 
 from vllm_trie.drafts.engine.draft_requests import ends_with
 from vllm_trie.drafts.engine.observers import StepObserver
+from vllm_trie.extras.traces.request import TRACE
 from vllm_trie.extras.traces.trace_file import Header, NoDraft, Step, TraceWriter
-from vllm_trie.hooks.wire import TRACE
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_trie.drafts import Drafter, DrafterContext
     from vllm_trie.drafts.engine.tree_step import TreeStep
     from vllm_trie.hooks.start.config import TreeConfig
+    from vllm_trie.hooks.wire import TreeStats
     from vllm_trie.tree import TokenTree
 
 logger = init_logger(__name__)
@@ -86,7 +87,7 @@ class TraceRecorder(StepObserver):
             except Exception as error:
                 logger.warning("vllm-trie: no trace of request %s: %s", request.req_id, error)
 
-    def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]]) -> None:
+    def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Write a step of each followed request that got tokens."""
         if not self._followed:
             return

@@ -1,5 +1,5 @@
-"""What is added to answers: scores of hypotheses and counts of predictions over HTTP, counts of
-drafts offline."""
+"""What answers have beside vLLM's fields: what the scheduler sends along, and what is added over
+HTTP; counts of drafts in the log of offline engines."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_trie.hooks.ledger.record import STATS, Symbols, of_beams
+from vllm_trie.hooks.ledger.record import STATS, Result, Symbols, of_beams
 from vllm_trie.hooks.start import config
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.output_processor import RequestState
 
 logger = init_logger(__name__)
 
 _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
 """Of vLLM's ``RequestSpecDecodeMetrics``."""
-
-COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-"""Fields of the usage, and attributes of a ``CompletionOutput``."""
 
 Add = Callable[[Any, Sequence["CompletionOutput"]], None]
 """Adds what outputs have to an answer."""
@@ -38,20 +36,28 @@ async def remembered(
         yield result
 
 
-def counts_of(outputs: Iterable[CompletionOutput]) -> dict[str, int]:
-    """Return the counts of a request's predictions, summed over its outputs; empty without any."""
-    predicted = [output for output in outputs if hasattr(output, COUNTS[0])]
-    return {name: sum(getattr(out, name) for out in predicted) for name in COUNTS if predicted}
+def take_along(engine: Symbols, key: str, why: str) -> None:
+    """Have what the scheduler sends along with a request's outputs taken out of the field it
+    travels in, into ``vars`` of the request's state under the same key."""
 
-
-def _add_counts(response: Any, outputs: Sequence[CompletionOutput]) -> None:
-    """Add the counts of predictions to the usage of an answer."""
-    usage = getattr(response, "usage", None)
-    if usage is not None and (counts := counts_of(outputs)):
-        from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
-
-        details = usage.completion_tokens_details or CompletionTokenUsageInfo()
-        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details), **counts)
+    @engine.wraps("output_processor:RequestState.make_request_output", why)
+    def make_request_output(
+        original: Callable[..., Result],
+        self: RequestState,
+        new_token_ids: object,
+        pooling_output: object,
+        finish_reason: object,
+        stop_reason: object,
+        kv_transfer_params: dict[str, Any] | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Result:
+        if kv_transfer_params is not None and key in kv_transfer_params:
+            vars(self)[key] = kv_transfer_params[key]
+            others = {name: value for name, value in kv_transfer_params.items() if name != key}
+            kv_transfer_params = others or None
+        outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
+        return original(self, *outcome, kv_transfer_params, *args, **kwargs)
 
 
 def _add_beams(response: Any, outputs: Sequence[CompletionOutput]) -> None:
@@ -65,7 +71,7 @@ def _add_beams(response: Any, outputs: Sequence[CompletionOutput]) -> None:
         response.beams = json.loads(json.dumps(beams), parse_constant=lambda _: None)
 
 
-def _complete_answers(openai: Symbols, why: str, add: Add) -> None:
+def complete_answers(openai: Symbols, why: str, add: Add) -> None:
     """Have something added to answers of ``/v1/completions`` and ``/v1/chat/completions``."""
 
     @openai.wraps(
@@ -98,13 +104,7 @@ def _complete_answers(openai: Symbols, why: str, add: Add) -> None:
         return response
 
 
-# Of a feature each: either may step aside alone.
-_complete_answers(
-    Symbols("entrypoints.openai.", "vLLM takes predicted outputs"),
-    "answers with the counts of predictions",
-    _add_counts,
-)
-_complete_answers(
+complete_answers(
     of_beams("entrypoints.openai."), "answers with the scores of hypotheses", _add_beams
 )
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_trie.extras.predictions.request import with_packed
-from vllm_trie.hooks.frontend.extra_args import check_speculation, refusing_what_fails
+from vllm_trie.hooks.frontend.extra_args import refusing_what_fails
+from vllm_trie.hooks.frontend.request_options import with_packed_options
 from vllm_trie.hooks.ledger.record import SEARCH, UPSTREAM, Result, Symbols, of_beams
 from vllm_trie.hooks.start import config
 from vllm_trie.hooks.start.limits import switched_off
@@ -43,7 +43,7 @@ _samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=Fal
 
 @_processor.wraps(
     "process_inputs",
-    "checks extra_args['speculation'] where a bad value is an error of one request",
+    "checks and packs options where a bad value is an error of one request",
 )
 def process_speculation(
     original: Callable[..., Result],
@@ -55,8 +55,7 @@ def process_speculation(
     **kwargs: object,
 ) -> Result:
     with refusing_what_fails():
-        check_speculation(self.vllm_config, params)
-        params = with_packed(self.vllm_config, params, self.tokenizer)
+        params = with_packed_options(self.vllm_config, params, self.tokenizer)
         token = _samples_as_plain.set(_walks_trees(self.vllm_config))
     try:
         return original(self, request_id, prompt, params, *args, **kwargs)

@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from vllm_trie.hooks.start import config
-from vllm_trie.hooks.wire import CACHE_SALT, PREDICTION, SPEC_KEY, SPECULATION, TRACE, extra_args_of
+from vllm_trie.hooks.frontend.request_options import (
+    SpeculationRequestError,
+    brought_options,
+    option_keys,
+)
+from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY, extra_args_of
 from vllm_trie.searches import ITEM_OPTIONS, OPTION_NAMES
 from vllm_trie.searches.engine.beam_support import BeamRequestError
 from vllm_trie.searches.settings import shown
@@ -55,15 +59,8 @@ MAX_KEYS = 64
 """Most of these keys."""
 _MAX_HELPED, _LONGEST_NAME = 8, 40
 """Unknown keys that are compared with the options, and their characters."""
-_OWN = OPTION_NAMES | {SPECULATION, TRACE, PREDICTION, CACHE_SALT}
-_ALONE = ("beam_width", "items", SPECULATION, TRACE, PREDICTION)
-"""Keys that work alone: misspelled or misplaced, they would be ignored."""
 _OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Keys that vLLM fills from fields of their own."""
-
-
-class SpeculationRequestError(VLLMValidationError, ValueError):
-    """A request with an option that is not allowed; the server answers 400 with its message."""
 
 
 @contextmanager
@@ -84,40 +81,15 @@ def refusing_what_fails() -> Iterator[None]:
         ) from error
 
 
-def check_speculation(vllm_config: VllmConfig, params: object) -> None:
-    """Refuse a request with a speculation option that is not allowed.
-
-    Raises:
-        SpeculationRequestError: naming the option, its value and what is allowed.
-    """
-    extra_args = extra_args_of(params)
-    if CACHE_SALT in extra_args:
-        raise SpeculationRequestError(
-            f"extra_args[{CACHE_SALT!r}] is for vllm-trie's own use; leave it out, and give the "
-            "request a cache_salt"
-        )
-    if not _is_switch(value := extra_args.get(SPECULATION, True)):
-        raise SpeculationRequestError(
-            f"extra_args[{SPECULATION!r}]={shown(value)} must be true (the default) or false; "
-            "false decodes the request without drafts"
-        )
-    if TRACE not in extra_args:
-        return
-    if not _is_switch(value := extra_args[TRACE]):
-        raise SpeculationRequestError(
-            f"extra_args[{TRACE!r}]={shown(value)} must be true or false (the default)"
-        )
-    tree_config = config.read(vllm_config)
-    if value and (tree_config is None or tree_config.engine_options.trace_path is None):
-        raise SpeculationRequestError(
-            f"extra_args[{TRACE!r}] asks for a trace, but this engine writes none; leave it out, "
-            "or start the engine with trace_path=FOLDER next to its speculative method"
-        )
+@functools.cache
+def _alone() -> frozenset[str]:
+    """Return the keys that work alone: misspelled or misplaced, they would be ignored."""
+    return option_keys() | {"beam_width", "items"}
 
 
-def _is_switch(value: object) -> bool:
-    """Return whether a value is a boolean; JSON's reach vLLM's extra arguments as 0 and 1."""
-    return isinstance(value, int | float) and value in (0, 1)
+@functools.cache
+def _own() -> frozenset[str]:
+    return OPTION_NAMES | option_keys() | {CACHE_SALT}
 
 
 def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequence[str]) -> None:
@@ -143,14 +115,14 @@ def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequen
             "'beam_width'"
         )
     others_read = bool(processors or vllm_config.kv_transfer_config)
-    limited = extra_args.keys() & _OWN if others_read else extra_args.keys() - _OF_VLLM
+    limited = extra_args.keys() & _own() if others_read else extra_args.keys() - _OF_VLLM
     if len(limited) > MAX_KEYS:
         raise BeamRequestError(
             f"extra_args has {len(limited)} keys, at most {MAX_KEYS} are allowed where no custom "
             "logits processor reads them; leave some out"
         )
     size = 0
-    for name in sorted(limited - {PREDICTION}):
+    for name in sorted(limited - brought_options().keys()):
         size += _size(name) + _size(extra_args[name])
         if size > MAX_SIZE:
             raise BeamRequestError(
@@ -173,9 +145,9 @@ def _refuse_without_width(extra_args: Mapping[str, object]) -> None:
             )
         if name in OTHER_NAMES:
             raise BeamRequestError(f"beam search: {name!r} is unknown; use {OTHER_NAMES[name]}")
-        if name not in _OWN:
+        if name not in _own():
             unknown.append(name)
-    for name, meant in _misspelled(unknown, _ALONE):
+    for name, meant in _misspelled(unknown, _alone()):
         raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
 
 
@@ -210,7 +182,7 @@ def refuse_misplaced(fields: Mapping[str, object], is_beam: bool) -> None:
     Of a beam search all options; of another request those that work alone, as clients of other
     servers may send the others.
     """
-    options = OPTION_NAMES | set(_ALONE) if is_beam else _ALONE
+    options = OPTION_NAMES | _alone() if is_beam else _alone()
     for name, value in fields.items():
         if name in options:
             raise BeamRequestError(

@@ -7,6 +7,7 @@ result.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from vllm_trie.extras import brought
 from vllm_trie.hooks.ledger.record import STATS, Symbols
 from vllm_trie.hooks.start import config
 from vllm_trie.hooks.wire import FAILURE_REASONS, WAIT_CAUSES, TreeStats
@@ -60,10 +62,15 @@ _COUNTERS = {
         "Time to walk the trees and move KV, without the target's forward pass."
     ),
     "overhead_seconds": "Time to place trees into the batch and to keep books.",
-    "accepted_prediction_tokens": "Tokens drafted from predictions that were accepted.",
-    "rejected_prediction_tokens": "Tokens drafted from predictions that were not.",
 }
 """Counters with their help texts; their names begin with ``vllm:trie_``."""
+
+
+@functools.cache
+def _brought_counters() -> Mapping[str, str]:
+    """Return those of extras, which count them by these names in :class:`TreeStats`."""
+    return {name: text for _, texts in brought("counters") for name, text in texts.items()}
+
 
 BEAM_COUNTERS = {
     "searches": "Beam searches that ended.",
@@ -100,7 +107,7 @@ class _Metrics:
     def __init__(self) -> None:
         self.counters = {
             name: register_metric(Counter, f"vllm:trie_{name}", text, _LABELS)
-            for name, text in _COUNTERS.items()
+            for name, text in {**_COUNTERS, **_brought_counters()}.items()
         }
         self.draft_failures = register_metric(
             Counter, "vllm:trie_draft_failures", "Drafts that failed.", (*_LABELS, "reason")
@@ -141,7 +148,8 @@ class TreeStatLogger(StatLoggerBase):
         self._reset()
 
     def _reset(self) -> None:
-        self._sums = dict.fromkeys(_COUNTERS, 0.0)  # of the logging interval
+        names = (*_COUNTERS, *_brought_counters())
+        self._sums = dict.fromkeys(names, 0.0)  # of the logging interval
         self._failures = 0
         self._interval_start = time.monotonic()
 
@@ -173,8 +181,7 @@ class TreeStatLogger(StatLoggerBase):
             drafting_seconds=tree.drafting_seconds,
             verification_seconds=tree.verification_seconds,
             overhead_seconds=tree.preparation_seconds + tree.bookkeeping_seconds,
-            accepted_prediction_tokens=tree.accepted_prediction_tokens,
-            rejected_prediction_tokens=tree.rejected_prediction_tokens,
+            **{name: tree.counts.get(name, 0) for name in _brought_counters()},
         )
         for reason in FAILURE_REASONS:
             failed = tree.draft_failures.get(reason, 0)

@@ -127,7 +127,7 @@ class TokenCollector(RequestOutputCollector):
             super().put(self._waiting.popleft())
 
 
-_OF_ALL = frozenset(("request_id", "kv_transfer_params"))  # with the counts of predictions
+_OF_ALL = frozenset(("request_id", "kv_transfer_params"))  # with what is sent along
 _OF_FIRST = frozenset(
     ("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "prefill_stats", "routed_experts")
 )

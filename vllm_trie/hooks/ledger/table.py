@@ -76,7 +76,8 @@ def _platforms() -> tuple[Platform, Platform]:
 
 
 def modules(platform: Platform) -> Iterator[tuple[Feature, str]]:
-    """Yield the hook modules of a platform, those of extras among them, with their features."""
+    """Yield the hook modules of a platform, with their features; those of extras last, so that
+    their wraps of a symbol run first."""
     for package, hooks in (("vllm_trie", _HOOKS), *brought("hooks")):
         for (feature, where), names in hooks.items():
             if where == platform:

@@ -10,7 +10,6 @@ A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from vllm_trie.hooks.ledger.record import STATS, Result, Symbols
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
     FILLERS_ATTRIBUTE,
-    PREDICTION,
     STATS_ATTRIBUTE,
     TreeStats,
 )
@@ -29,13 +27,9 @@ from vllm_trie.hooks.wire import (
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request, StreamingUpdate
-
-_PREDICTED = "_vllm_trie_predicted"
-"""Attribute of a request with its accepted and rejected prediction tokens."""
 
 
 @dataclass
@@ -87,20 +81,14 @@ def update_request_as_session(
 
 @_scheduler.wraps("update_from_output", "takes the worker's statistics from its output")
 def update_from_output(
-    original: Callable[..., dict[int, EngineCoreOutputs]],
+    original: Callable[..., Result],
     self: Scheduler,
     scheduler_output: SchedulerOutput,
     model_runner_output: ModelRunnerOutput,
-) -> dict[int, EngineCoreOutputs]:
-    """Keep the workers' statistics until the scheduler makes its own; count no fillers.
-
-    Outputs of requests with a prediction get its counts, not only the last ones: where the front
-    end finds a stop string, no other output comes.
-    """
-    predicted = {}
+) -> Result:
+    """Keep the workers' statistics until the scheduler makes its own; count no fillers."""
     report: TreeStats | None = getattr(model_runner_output, STATS_ATTRIBUTE, None)
     if report is not None:
-        predicted = _keep_predictions(self, report)
         pending = getattr(self, STATS_ATTRIBUTE, None)
         if pending is None:
             setattr(self, STATS_ATTRIBUTE, report)
@@ -114,26 +102,7 @@ def update_from_output(
             request_id: max(count, invalid.get(request_id, 0))
             for request_id, count in fillers.items()
         }
-    results = original(self, scheduler_output, model_runner_output)
-    if predicted:
-        for output in itertools.chain.from_iterable(result.outputs for result in results.values()):
-            if output.request_id in predicted:
-                counts = {PREDICTION: predicted[output.request_id]}
-                output.kv_transfer_params = (output.kv_transfer_params or {}) | counts
-    return results
-
-
-def _keep_predictions(scheduler: Scheduler, report: TreeStats) -> dict[str, tuple[int, int]]:
-    """Move the counts of predictions from a report to their requests, and return the sums."""
-    sums = {}
-    for request_id, counts in report.predictions.items():
-        request = scheduler.requests.get(request_id)
-        if request is not None:
-            before = getattr(request, _PREDICTED, (0, 0))
-            sums[request_id] = before[0] + counts[0], before[1] + counts[1]
-            setattr(request, _PREDICTED, sums[request_id])
-    report.predictions.clear()
-    return sums
+    return original(self, scheduler_output, model_runner_output)
 
 
 @_scheduler.wraps("make_stats", "adds them to the statistics that vLLM sends to the front end")

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm_trie.drafts import DrafterContext, get_drafter_class
 from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.extras import loaded
 from vllm_trie.extras.memory.warm_start import open_memories
@@ -45,13 +46,14 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     if context.tensor_parallel_size > 1:
         share_trees = partial(same_on_all_ranks, group=get_tp_group(), budget=budget)
     LIBRARY.load()  # fails here, at the start, if it cannot be used
-    observers = (make(tree_config, drafter) for make in loaded("step_observer"))
+    sources = [make() for make in loaded("draft_source")]
+    observers = [make(tree_config, drafter) for make in loaded("step_observer")]
     return TreeVerifier(
-        GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger),
+        GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger, sources),
         budget,
         share_trees,
         memories=[*open_memories(vllm_config, tree_config, context, drafter)],
-        observers=[observer for observer in observers if observer is not None],
+        observers=[one for one in (*sources, *observers) if isinstance(one, StepObserver)],
     )
 
 

@@ -20,8 +20,9 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
+from vllm_trie.hooks.frontend.answers import take_along
 from vllm_trie.hooks.frontend.metrics import record_search
-from vllm_trie.hooks.ledger.record import Result, of_beams
+from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.wire import SPEC_KEY, HypothesisAnswer, SearchAnswer, beam_spec, is_search
 
 if TYPE_CHECKING:
@@ -67,10 +68,10 @@ class SearchOutputs(ParentRequest):
     def get_outputs(
         self, child_request_id: str, completion_output: CompletionOutput
     ) -> tuple[list[CompletionOutput], bool]:
-        result = getattr(self._state, "search_result", None)
+        result = vars(self._state).get(SPEC_KEY)
         if result is None:  # refused or aborted
             return [replace(completion_output, index=index) for index in range(self.n)], True
-        answer = SearchAnswer(*result[SPEC_KEY])
+        answer = SearchAnswer(*result)
         if answer.report is not None:
             record_search(answer.report)
         logprobs = _logprobs_of(answer)
@@ -158,23 +159,4 @@ def add_request(
         state.n = state.parent_req.n
 
 
-@_engine.wraps(
-    "output_processor:RequestState.make_request_output",
-    "takes a search's result out of the field it travels in",
-)
-def make_request_output(
-    original: Callable[..., Result],
-    self: RequestState,
-    new_token_ids: object,
-    pooling_output: object,
-    finish_reason: object,
-    stop_reason: object,
-    kv_transfer_params: dict[str, object] | None = None,
-    *args: object,
-    **kwargs: object,
-) -> Result:
-    if kv_transfer_params is not None and SPEC_KEY in kv_transfer_params:
-        self.search_result = kv_transfer_params  # type: ignore[attr-defined]
-        kv_transfer_params = None
-    outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
-    return original(self, *outcome, kv_transfer_params, *args, **kwargs)
+take_along(_engine, SPEC_KEY, "takes a search's result out of the field it travels in")

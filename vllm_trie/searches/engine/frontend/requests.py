@@ -23,13 +23,11 @@ from vllm_trie.hooks.frontend.extra_args import (
     refuse_misspelled,
     refusing_what_fails,
 )
+from vllm_trie.hooks.frontend.request_options import option_keys
 from vllm_trie.hooks.start import config
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
-    PREDICTION,
     SPEC_KEY,
-    SPECULATION,
-    TRACE,
     beam_spec,
     extra_args_of,
     packed,
@@ -187,10 +185,6 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
         BeamRequestError: An option is wrong, or a sampling parameter does not go with beam search.
     """
     options, extra_args = _parsed(params)
-    if extra_args.pop(TRACE, False):
-        raise BeamRequestError(
-            f"beam search: {TRACE} is for requests with drafts, and a search has none; leave it out"
-        )
     if params.n > options.beam_width:
         raise BeamRequestError(
             f"beam search: n must be at most beam_width={options.beam_width}, got n={params.n}; "
@@ -241,7 +235,7 @@ def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None
     Rows rank candidates by log-probabilities that vLLM takes before such processors, and a fork
     would lack the state that a processor keeps of its parent.
     """
-    others = sorted(extra_args_of(params).keys() - {SPEC_KEY, SPECULATION, PREDICTION, CACHE_SALT})
+    others = sorted(extra_args_of(params).keys() - {SPEC_KEY, CACHE_SALT, *option_keys()})
     if others and processors:
         raise BeamRequestError(
             f"beam search: extra_args {shown(others)} may drive a custom logits processor "

@@ -8,29 +8,40 @@ import numpy as np
 import pytest
 
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.extras.predictions.source import Predictions, merge_chain
+from vllm_trie.drafts.engine.tree_step import TreeStep
+from vllm_trie.extras.predictions.source import (
+    PREDICTION,
+    PredictionCounts,
+    Predictions,
+    merge_chain,
+)
+from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.tree import TokenTree
 
 NODES = 16
 PROMPT = [7, 8, 9]
 
 
+def asking(name: str, text: list[int], packed: bytes) -> DraftRequest:
+    tokens = np.array([*PROMPT, *text], dtype=np.int32)
+    extra_args = {PREDICTION: packed}
+    return DraftRequest(name, tokens, len(PROMPT), NODES, NODES, extra_args=extra_args)
+
+
 def decode(
     predictions: Predictions, text: list[int], prediction: list[int], name: str = "a"
 ) -> tuple[int, int, int]:
     """Decode a text; return steps, accepted and rejected tokens."""
-    done, steps, accepted, rejected = 1, 1, 0, 0  # the prefill samples the first token
-    packed = np.array(prediction, dtype=np.int32)
+    done, steps, stats = 1, 1, TreeStats()  # the prefill samples the first token
+    packed = np.array(prediction, dtype=np.int32).tobytes()
     while done < len(text):
-        tokens = np.array(PROMPT + text[:done], dtype=np.int32)
-        request = DraftRequest(name, tokens, len(PROMPT), NODES, NODES, prediction=packed)
-        (tree,) = predictions.extend([request], [TokenTree.empty()])
+        (tree,) = predictions.extend([asking(name, text[:done], packed)], [TokenTree.empty()])
         path = tree.path_of(text[done:])
-        counts = predictions.observe([name], [tree], [path]).get(name, (0, 0))
-        accepted, rejected = accepted + counts[0], rejected + counts[1]
+        predictions.ended(TreeStep([name], [tree], accepted=[path]), [[]], stats)
         done += len(path) + 1
         steps += 1
-    return steps, accepted, rejected
+    assert stats.of_requests.get(name, {}) == stats.counts
+    return steps, *(stats.counts.get(of, 0) for of in PredictionCounts._fields)
 
 
 @pytest.fixture
@@ -72,8 +83,8 @@ def test_requests_share_nothing_and_are_forgotten(source):
     predictions = Predictions()
     alone = decode(predictions, source, source[::-1], "a")
     decode(predictions, source, source, "b")
-    predictions.release("a")
-    predictions.release("unknown")
+    predictions.released("a")
+    predictions.released("unknown")
     assert decode(predictions, source, source[::-1], "a") == alone
 
 
@@ -111,11 +122,10 @@ def test_equal_places_cost_little_more_than_none():
 
     def seconds(prediction: np.ndarray) -> float:
         predictions = Predictions()
-        packed = prediction.astype(np.int32)
+        packed = prediction.astype(np.int32).tobytes()
         steps = []
         for done in range(1, len(text)):
-            tokens = np.array([*PROMPT, *text[:done]], dtype=np.int32)
-            request = DraftRequest("a", tokens, len(PROMPT), NODES, NODES, prediction=packed)
+            request = asking("a", text[:done].tolist(), packed)
             start = time.thread_time()
             predictions.extend([request], [TokenTree.empty()])
             steps.append(time.thread_time() - start)

@@ -15,11 +15,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from tests.engine.prompts import tokenizer
-from vllm_trie.hooks.frontend import answers
-from vllm_trie.hooks.frontend.answers import COUNTS
+from vllm_trie.extras.predictions import counts as module
+from vllm_trie.extras.predictions.counts import CARRIED, COUNTS
+from vllm_trie.extras.predictions.source import PREDICTION
+from vllm_trie.hooks.frontend.answers import remembered
 from vllm_trie.hooks.ledger.installation import Installation
 from vllm_trie.hooks.ledger.table import patches_here
-from vllm_trie.hooks.wire import PREDICTION
 
 TOKENS = tokenizer().encode("def count_words(lines):")
 
@@ -57,7 +58,7 @@ class Request:
             "a", [*tokens], finish_reason=FinishReason.LENGTH if ends else None
         )
         if counts is not None:
-            output.kv_transfer_params = {PREDICTION: counts}
+            output.kv_transfer_params = {CARRIED: dict(zip(COUNTS, counts, strict=True))}
         return self._processor.process_outputs([output]).request_outputs
 
 
@@ -110,8 +111,8 @@ def test_streams_of_several_prompts():
             yield prompt, SimpleNamespace(outputs=[output])
 
     async def read(last: dict[tuple[int, int], Any]) -> int:
-        return len([result async for result in answers.remembered(stream(), last)])
+        return len([result async for result in remembered(stream(), last)])
 
     last: dict[tuple[int, int], Any] = {}
     assert asyncio.run(read(last)) == 12
-    assert answers.counts_of(last.values()) == dict.fromkeys(COUNTS, 30)
+    assert module.counts_of(last.values()) == dict.fromkeys(COUNTS, 30)
