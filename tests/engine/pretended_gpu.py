@@ -233,7 +233,7 @@ def speculation() -> dict[str, Any]:
 
 
 def scheduled(num_running: int, speculation: dict[str, Any] | None) -> dict[str, int]:
-    """What vLLM's scheduler makes of a step in which prompts wait behind running requests."""
+    """What vLLM's scheduler makes of a step in which 8 prompts wait behind running requests."""
     vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = None
     config = EngineArgs(
         model=str(model_path()),
@@ -260,7 +260,7 @@ def scheduled(num_running: int, speculation: dict[str, Any] | None) -> dict[str,
             of_step,
             ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, [[1] for _ in names]),
         )
-    for number in range(64):
+    for number in range(8):
         add(f"prompt {number}", 500)
     step = made.schedule()
     prefills = [n for name, n in step.num_scheduled_tokens.items() if name.startswith("prompt")]
