@@ -37,7 +37,7 @@ demo: venv ## run plain vLLM and draft trees side by side on SmolLM2-135M, or on
 
 test: export OMP_NUM_THREADS ?= 1
 test: venv docs-tools test-tools ## all tests: unit tests, then those that start an engine
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) --durations=30 $(ARGS)
 
 UNITS := tests/unit $(wildcard tests/extras/*/unit)
 # A path among ARGS replaces these.

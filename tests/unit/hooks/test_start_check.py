@@ -43,8 +43,10 @@ RANKS_FAIL_IN = [
 LIMIT = timedelta(seconds=60)
 
 
-def decoded(tokens: list[int], seconds: float = 1.0, per_step: float = 1.0) -> Any:
-    return start_check._Decoded([tokens], [MARGINS], seconds, per_step)
+def decoded(
+    tokens: list[int], seconds: float = 1.0, per_step: float = 1.0, margins: Any = MARGINS
+) -> Any:
+    return start_check._Decoded([tokens], [margins], seconds, per_step)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +66,19 @@ def decoded(tokens: list[int], seconds: float = 1.0, per_step: float = 1.0) -> A
 def test_what_forbids_drafts(prompt, tokens, seconds, per_step, said, monkeypatch) -> None:
     monkeypatch.setitem(MARGINS[1], 5, 9.0)
     monkeypatch.setitem(MARGINS[0], 6, float("nan"))
-    runs = decoded([7, 8]), decoded(tokens, seconds, per_step)
+    # Greedy tokens are the likeliest of the steps that gave them.
+    argmax = [{token: 0.0, token + 1: 0.5} for token in tokens]
+    margins = MARGINS if prompt is SAMPLED else argmax
+    runs = decoded([7, 8]), decoded(tokens, seconds, per_step, margins)
     wrong = start_check._wrong_token([prompt], *runs, allowed=0.15)
     reason = wrong or start_check._slowdown(*runs)
     assert reason is None if said is None else said in reason
+
+
+def test_a_greedy_token_is_the_likeliest_of_its_step() -> None:
+    runs = decoded([9, 8]), decoded([9, 8])
+    wrong = start_check._wrong_token([GREEDY], *runs, allowed=1.0)
+    assert wrong == "greedy token 0 of a test prompt is 9, which is not the likeliest"
 
 
 def test_near_ties_are_wider_in_16_bits() -> None:

@@ -5,8 +5,8 @@ or make decoding slower therefore serves without them.
 
 Among the prompts are a sampled one, one with a grammar, one with vLLM's adapter of zeros where LoRA
 is on, and one that is as long as 2,048 tokens. Rounding turns two tokens round that are about as
-likely: a different token must be among the six likeliest of plain decoding, and near the first of
-them (:func:`near_tie`).
+likely: a token that differs from plain decoding's must be among its six likeliest, and near the
+first of them (:func:`near_tie`).
 """
 
 from __future__ import annotations
@@ -220,6 +220,9 @@ def _wrong_token(
                 if not sampled[at][token] < TOO_UNLIKELY:  # NaN is too unlikely
                     return f"sampled token {at} of a test prompt is {token}, which is too unlikely"
             continue
+        for at, token in () if prompt.has_grammar else enumerate(tokens):
+            if not sampled[at][token] <= 0:
+                return f"greedy token {at} of a test prompt is {token}, which is not the likeliest"
         pairs = enumerate(zip(expected, tokens, strict=True))
         first = next((i for i, (left, right) in pairs if left != right), None)
         if first is not None and not margins[first].get(tokens[first], np.inf) <= allowed:
