@@ -519,21 +519,6 @@ def test_heads_are_checked_before_anything_starts(tmp_path):
     assert f"{file} cannot be read" in refusal(speculative_config=asked)
 
 
-def test_a_store_path_that_is_no_folder(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    for path in (file, file / "below", tmp_path / "no" / "folder", ""):
-        said = refusal(speculative_config={**TREES, "store_path": str(path)})
-        assert f"store_path={str(path)!r} must be a folder" in said
-    new = tmp_path / "new"
-    engine_config(speculative_config={**TREES, "store_path": str(new)})
-    assert not new.exists()
-    said = refusal(speculative_config={**TREES, "store_path": str(new), "store_tokens": 0})
-    assert "store_path: method 'ngram_trie' with these options keeps no texts" in said
-    said = refusal(speculative_config={**TREES, "store_reload_minutes": 5})
-    assert "store_reload_minutes=5 has no effect since 0.5" in said
-
-
 def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
     code = (
         "from vllm.engine.arg_utils import EngineArgs\n"

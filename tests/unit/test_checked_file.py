@@ -10,16 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.extras.memory.unit import test_store_file
 from tests.unit.drafters import test_corpus
 from tests.unit.items import test_trie
 from tests.unit.items.catalogues import write
-from tests.unit.store import test_store_file
 from vllm_trie.extras.corpus.corpus_file import FORMAT as CORPUS
 from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus
 from vllm_trie.extras.items import open_items
 from vllm_trie.extras.items.trie_file import FORMAT as CATALOGUE
-from vllm_trie.extras.memory import read_store, write_store
 from vllm_trie.extras.memory.store_file import FORMAT as STORE
+from vllm_trie.extras.memory.store_file import read_store, write_store
 from vllm_trie.files.checked_file import PREFIX, CheckedFormat
 
 

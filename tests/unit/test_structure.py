@@ -39,7 +39,9 @@ FLOORS = {
         "cli",
     ),
     "vllm_trie.hooks": floors("ledger", "start wire", "frontend", "plugin"),
-    "vllm_trie.drafts": floors("drafter registry", "ngrams budget", "ngram_trie", "engine"),
+    "vllm_trie.drafts": floors(
+        "text_store", "drafter registry", "ngrams budget", "ngram_trie", "engine"
+    ),
     ENGINE: floors(
         "draft_requests guard tree_step step_clock verification",
         "attention observers",
@@ -67,7 +69,7 @@ ROOMS = floors("hooks", "drafts searches", "extras")
 LEFT_TO_CUT = {
     "drafts": "searches.engine.beam_support"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2"
-    " extras.corpus extras.memory extras.union",
+    " extras.corpus extras.union",
     "hooks": "drafts searches extras.union",
     "searches": "extras.items",
 }

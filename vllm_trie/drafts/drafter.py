@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from vllm_trie.extras.memory import StoredText
+from vllm_trie.drafts.text_store import TextStore
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from vllm_trie.extras.memory.replicas import Replicas
 
 
 class DrafterOptions(BaseModel):
@@ -40,6 +38,8 @@ class DrafterContext:
         model, tokenizer: Names or paths of the target model and its tokenizer.
         eos_token_ids: Tokens that end a sequence.
         draft_model: Name or path of the drafter's own weights, for methods that have weights.
+        text_stores: Take the outputs of ended requests and bring those of other engines, see
+            :meth:`Drafter.keeps_texts`.
     """
 
     vocab_size: int
@@ -55,6 +55,7 @@ class DrafterContext:
     tokenizer: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     draft_model: str | None = None
+    text_stores: Sequence[TextStore] = ()
 
 
 class LogitsRows(NamedTuple):
@@ -159,10 +160,10 @@ class Drafter(ABC):
         """
 
     @classmethod
-    def has_store(cls, options: Any) -> bool:
-        """Return whether a drafter with these options keeps texts of ended requests, as the options
-        `store` and `store_path` need."""
-        return cls.save is not Drafter.save or cls.share is not Drafter.share
+    def keeps_texts(cls, options: Any) -> bool:
+        """Return whether a drafter with these options keeps the outputs of ended requests, and uses
+        the stores of its context. The engine is not started with stores if it does not."""
+        return False
 
     def load_model(self, target_model: nn.Module) -> None:  # noqa: B027 - optional, not abstract
         """Load the drafter's own weights, if it has any, once `target_model` is loaded."""
@@ -222,31 +223,5 @@ class Drafter(ABC):
         """
         return []
 
-    def save(self) -> Sequence[StoredText]:
-        """Return the outputs that are worth keeping for other engines, least recently used first.
-
-        Called between two steps. The arrays must not change afterwards.
-        """
-        return ()
-
-    def restore(self, texts: Sequence[StoredText]) -> None:  # noqa: B027 - optional, not abstract
-        """Take up outputs that other engines saved, least recently used first.
-
-        Called before the first call of `propose` with what earlier engines saved, and between two
-        steps with what replicas publish.
-        """
-
-    def share(self, replicas: Replicas) -> None:  # noqa: B027 - optional
-        """Publish the outputs of ended requests from now on, and listen to the salts of requests.
-
-        What comes in reaches the drafter by `restore`.
-        """
-
     def reset(self) -> None:  # noqa: B027 - optional
         """Forget the outputs of ended requests; called between two steps."""
-
-    def set_prompt_key(self, key: bytes) -> None:  # noqa: B027 - optional
-        """Take the key of the fingerprints in texts of other engines, before any request or text.
-
-        Engines without files draw one of their own.
-        """

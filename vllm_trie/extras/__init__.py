@@ -31,6 +31,9 @@ class Extra(NamedTuple):
             engine, or None.
         draft_extension: Makes, for a scheduler of vLLM's, an object whose ``extend_drafts()`` adds
             to the ``spec_token_ids`` of running requests.
+        text_stores: Takes vLLM's configuration and the drafter's context, and returns the
+            :class:`~vllm_trie.drafts.text_store.TextStore` objects of an engine. Those that observe
+            steps too are told of them.
         checks: Checks of a device before an engine serves, by what they check: ``"drafts"`` or
             ``"attention"``.
         options: A pydantic model whose fields are options of every drafting method, see
@@ -48,6 +51,7 @@ class Extra(NamedTuple):
     counters: Mapping[str, str] = {}
     draft_source: str = ""
     step_observer: str = ""
+    text_stores: str = ""
     draft_extension: str = ""
     checks: Mapping[str, str] = {}
     options: str = ""
@@ -77,6 +81,7 @@ EXTRAS: Mapping[str, Extra] = {
     "memory": Extra(
         options="options:MemoryOptions",
         start_check="start:check_store",
+        text_stores="warm_start:open_stores",
         secrets=("VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"),
     ),
     "corpus": Extra(),

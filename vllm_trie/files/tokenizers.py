@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,14 @@ class CorpusTokenizer(NamedTuple):
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return max(self.vocabulary.values()) + 1
+
+
+def fingerprint(vocabulary: dict[str, int]) -> str:
+    """Identify a tokenizer by its vocabulary, token text to id."""
+    digest = hashlib.sha256()
+    for text, token in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{token}:{len(text)}:{text}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def load_corpus_tokenizer(name: str) -> CorpusTokenizer:

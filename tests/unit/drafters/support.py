@@ -10,6 +10,7 @@ import numpy as np
 from tests.unit.tree.strategies import paths_of
 from vllm_trie.drafts import Drafter, DrafterContext, DraftRequest, get_drafter_class
 from vllm_trie.drafts.registry import parse_options
+from vllm_trie.drafts.text_store import TextStore
 from vllm_trie.tree import TokenTree
 
 VOCAB = 1000
@@ -27,8 +28,11 @@ def make_context(**changes: Any) -> DrafterContext:
     return DrafterContext(**{**values, **changes})
 
 
-def make_drafter(method: str = "ngram_trie", **options: Any) -> Drafter:
-    return get_drafter_class(method)(parse_options(method, options), make_context())
+def make_drafter(
+    method: str = "ngram_trie", text_stores: Sequence[TextStore] = (), **options: Any
+) -> Drafter:
+    context = make_context(text_stores=text_stores)
+    return get_drafter_class(method)(parse_options(method, options), context)
 
 
 def make_request(

@@ -20,9 +20,9 @@ from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafts.ngram_trie import drafter as drafter_module
 from vllm_trie.drafts.ngram_trie.drafter import BLEND
 from vllm_trie.drafts.ngrams import Job, NativeBackend
-from vllm_trie.extras.corpus.corpus_file import CorpusError, fingerprint, open_corpus, write_corpus
+from vllm_trie.extras.corpus.corpus_file import CorpusError, open_corpus, write_corpus
 from vllm_trie.files.checked_file import PREFIX
-from vllm_trie.files.tokenizers import CorpusTokenizer
+from vllm_trie.files.tokenizers import CorpusTokenizer, fingerprint
 from vllm_trie.lab.commands import corpus as corpus_cli
 
 VOCABULARY = {chr(ord("a") + token): token for token in range(26)}

@@ -45,3 +45,6 @@ class StepObserver:
 
     def released(self, request_id: str) -> None:
         """A request has ended."""
+
+    def closed(self) -> None:
+        """The engine ends."""

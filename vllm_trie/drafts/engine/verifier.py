@@ -30,7 +30,6 @@ from vllm_trie.drafts.engine.verification.sampling import (
     sample_levels,
 )
 from vllm_trie.drafts.ngrams.native import ROW_TOKENS
-from vllm_trie.extras.memory.warm_start import Sharing, WarmStart
 from vllm_trie.hooks.wire import TreeStats, WaitCause
 from vllm_trie.tree import TokenTree
 
@@ -56,7 +55,6 @@ class TreeVerifier:
         share_trees: For several tensor-parallel ranks. They measure different times, so the
             budget's least probability is for one rank only, as are its pauses on Model Runner
             V1. On V2 all ranks pause with rank 0.
-        memories: Save and share what is learned.
         observers: Told of each step.
 
     Attributes:
@@ -70,7 +68,6 @@ class TreeVerifier:
         guard: GuardedDrafter,
         budget: NodeBudget | None = None,
         share_trees: ShareTrees | None = None,
-        memories: Sequence[WarmStart | Sharing] = (),
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.guard = guard
@@ -80,7 +77,6 @@ class TreeVerifier:
         self.step = TreeStep()
         self.totals = TreeStats()
         self.share_trees = share_trees
-        self._memories = memories
         self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
         self._clock = StepClock()
         self._stats = TreeStats()
@@ -359,15 +355,13 @@ class TreeVerifier:
             stats.draft_failures = self.guard.take_new_failures()
             self.totals.add(stats)
             self.totals.of_requests.clear()
-            for memory in self._memories:
-                memory.tick()
         self._clock.leave()
         return stats
 
     def close(self) -> None:
-        """Save what was learned; the engine ends."""
-        for memory in self._memories:
-            memory.close()
+        """Let observers finish; the engine ends."""
+        for observer in self.observers:
+            observer.closed()
 
     def release(self, request_id: str, ended: DraftRequest | None) -> None:
         """Forget a request that has ended, see :meth:`GuardedDrafter.release`."""

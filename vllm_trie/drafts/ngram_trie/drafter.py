@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -18,20 +18,16 @@ from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
 from vllm_trie.drafts.ngrams import Blend, Job, NativeBackend, Recycled, Rows, Source
 from vllm_trie.drafts.ngrams.native import NativeCorpus
 from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
+from vllm_trie.drafts.text_store import KEY_BYTES
 from vllm_trie.extras.corpus.corpus_file import (
     CorpusError,
     check_vocabulary,
-    fingerprint,
     open_corpus,
     read_header,
 )
-from vllm_trie.extras.memory import KEY_BYTES, StoredText
-from vllm_trie.files.tokenizers import load_corpus_tokenizer
+from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
 from vllm_trie.files.watched_file import WatchedFile
 from vllm_trie.tree import TokenTree
-
-if TYPE_CHECKING:
-    from vllm_trie.extras.memory.replicas import Replicas
 
 BLEND = Blend(
     own=Source(concentration=0.3, discount=0.7),
@@ -81,11 +77,13 @@ class NgramTrieDrafter(Drafter):
         self._corpus = self._newest_corpus()
         self._prompts: dict[str, bytes] = {}  # fingerprints, by request id
         self._prompt_key = os.urandom(KEY_BYTES)
+        for text_store in context.text_stores:
+            self._prompt_key = text_store.prompt_key or self._prompt_key
         order = options.max_context_len
         self._texts = RequestTexts(backend, order, options.index_tokens, options.index_output)
-        self.store = (
-            RequestStore(backend, order, options.store_tokens) if options.store_tokens else None
-        )
+        self.store = None
+        if options.store_tokens:
+            self.store = RequestStore(backend, order, options.store_tokens, context.text_stores)
         self.recycling = None
         if options.recycle:
             self.recycling = Recycling(options.recycle_contexts, context.max_num_seqs)
@@ -103,7 +101,7 @@ class NgramTrieDrafter(Drafter):
             raise CorpusError(f"option 'corpus' is an unusable file: {error}") from None
 
     @classmethod
-    def has_store(cls, options: NgramTrieOptions) -> bool:
+    def keeps_texts(cls, options: NgramTrieOptions) -> bool:
         return options.store_tokens > 0
 
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
@@ -116,6 +114,7 @@ class NgramTrieDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self._corpus = self._newest_corpus()
         if self.store is not None:
+            self.store.receive(STEP_TOKENS)
             self.store.take_in(STEP_TOKENS)
         texts = self._texts.update(requests)
         drafts = self._backend.draft_batch(
@@ -141,28 +140,11 @@ class NgramTrieDrafter(Drafter):
             self.store.add(request.cache_salt, output, self._prompt(request))
         self._prompts.pop(request.request_id, None)
 
-    def save(self) -> Sequence[StoredText]:
-        return () if self.store is None else self.store.texts()
-
-    def restore(self, texts: Sequence[StoredText]) -> None:
-        if self.store is not None:
-            self.store.restore(texts)
-            if not self._prompts:  # nobody waits
-                self.store.take_in(self.options.store_tokens)
-
-    def share(self, replicas: Replicas) -> None:
-        self._prompt_key = replicas.prompt_key
-        if self.store is not None:
-            self.store.share(replicas)
-
     def reset(self) -> None:
         if self.store is not None:
             self.store.clear()
         if self.recycling is not None:
             self.recycling.clear()
-
-    def set_prompt_key(self, key: bytes) -> None:
-        self._prompt_key = key
 
     def _prompt(self, request: DraftRequest) -> bytes:
         """Return the fingerprint of a request's prompt, which the first call makes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from vllm_trie.drafts.ngrams.native import NativeRecycled
-from vllm_trie.extras.memory import salt_digest
+from vllm_trie.drafts.text_store import salt_digest
 
 MIN_SCOPES = 1024
 

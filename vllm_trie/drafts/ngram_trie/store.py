@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_trie.drafts.ngrams import NativeBackend, NativeIndex
-from vllm_trie.extras.memory import PROMPT_BYTES, StoredText, newest, salt_digest
-
-if TYPE_CHECKING:
-    from vllm_trie.extras.memory.replicas import Replicas
+from vllm_trie.drafts.text_store import (
+    PROMPT_BYTES,
+    StoredText,
+    TextStore,
+    newest,
+    salt_digest,
+)
 
 _Key = tuple[bytes, int]
 """Digest of a salt, and a text's number in its index."""
@@ -36,14 +38,27 @@ class RequestStore:
     added or matched longest ago goes first, from its end on. Long texts come and go in parts: an
     engine's step waits for each.
 
-    Salts are kept as digests, as in the file of a warm start. Of a prompt, its fingerprint is kept,
+    Salts are kept as digests. Of a prompt, its fingerprint is kept,
     so that a request that repeats it finds the answer from the first token.
 
     Memory: about 200 bytes a token (an n-gram node takes 52 bytes and 8 to 16 of hash table, and
     text has 2 to 3 of them a token).
+
+    Args:
+        backend: Makes the indexes.
+        max_order: Of the indexes.
+        max_tokens: The bound.
+        stores: Where the texts are kept for other engines; the texts of earlier ones are indexed
+            at once.
     """
 
-    def __init__(self, backend: NativeBackend, max_order: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        backend: NativeBackend,
+        max_order: int,
+        max_tokens: int,
+        stores: Sequence[TextStore] = (),
+    ) -> None:
         self._backend = backend
         self._max_order = max_order
         self._max_tokens = max_tokens
@@ -59,7 +74,10 @@ class RequestStore:
         self._entering: tuple[StoredText, _Key, int] | None = None
         self._leaving: tuple[_Key, int] | None = None
         self.num_tokens = 0
-        self._replicas: Replicas | None = None
+        self._stores = stores
+        for store in stores:
+            self.restore(store.restore(self.texts))
+        self.take_in(max_tokens)
 
     def index(self, cache_salt: str | None) -> NativeIndex | None:
         """Return the index that requests with this salt draft from, None if it is empty."""
@@ -76,8 +94,15 @@ class RequestStore:
         """
         text = StoredText(salt_digest(cache_salt), token_ids[-self._max_tokens :].copy(), prompt)
         self._add(text)
-        if self._replicas is not None and len(token_ids):
-            self._replicas.publish(text)
+        if len(token_ids):
+            for store in self._stores:
+                store.add(text)
+
+    def receive(self, max_tokens: int) -> None:
+        """Let texts that other engines have published wait, see :meth:`TextStore.receive`."""
+        for store in self._stores:
+            if texts := store.receive(max_tokens):
+                self.restore(texts)
 
     def take_in(self, max_tokens: int) -> None:
         """Index texts that wait, of the last one a part, and remove the oldest that no longer fit;
@@ -105,9 +130,9 @@ class RequestStore:
                     self._answers[text.prompt] = key
 
     def listen(self, cache_salt: str | None) -> None:
-        """Hear what replicas publish for a salt."""
-        if self._replicas is not None:
-            self._replicas.listen(salt_digest(cache_salt))
+        """Receive what other engines publish for a salt."""
+        for store in self._stores:
+            store.listen(salt_digest(cache_salt))
 
     def answer(self, cache_salt: str | None, prompt: bytes) -> int:
         """Return the number of the latest answer to a prompt in the salt's index, -1 if none."""
@@ -128,20 +153,16 @@ class RequestStore:
     def restore(self, texts: Sequence[StoredText]) -> None:
         """Let texts of other engines wait, least recently used first; those that fit.
 
-        Those that the store has are left out: a file and replicas may hold the same.
+        Those that the store has are left out: several stores may hold the same.
         """
         fitting = newest(texts, self._max_tokens)
         for text in [text for text in fitting if _digest(text) not in self._digests]:
             self._add(text)
 
-    def share(self, replicas: Replicas) -> None:
-        """Publish outputs that are added from now on, and hear those of the salts in use."""
-        self._replicas = replicas
-
     def clear(self) -> None:
-        """Forget all texts, also those that replicas have published."""
-        if self._replicas is not None:
-            self._replicas.forget()
+        """Forget all texts, also those that other engines have published."""
+        for store in self._stores:
+            store.forget()
         for container in (self._indexes, self._texts, self._answers, self._digests, self._waiting):
             container.clear()
         self._entering = self._leaving = None

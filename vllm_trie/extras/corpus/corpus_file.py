@@ -14,7 +14,6 @@ The idea of drafting from a data store: He et al., "REST: Retrieval-Based Specul
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -59,14 +58,6 @@ FORMAT = CheckedFormat(
     remedy="build it with `vllm-trie corpus build` and the model's tokenizer",
 )
 read_header = FORMAT.read_header
-
-
-def fingerprint(vocabulary: dict[str, int]) -> str:
-    """Identify a tokenizer by its vocabulary, token text to id."""
-    digest = hashlib.sha256()
-    for text, token in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{token}:{len(text)}:{text}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
 
 
 def write_corpus(

@@ -58,8 +58,7 @@ def build(
     with errors_end_the_command():
         encode = vocab_size = mark = None
         if tokenizer is not None:
-            from vllm_trie.extras.corpus.corpus_file import fingerprint
-            from vllm_trie.files.tokenizers import load_corpus_tokenizer
+            from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
 
             loaded = load_corpus_tokenizer(tokenizer)
             encode, vocab_size = loaded.encode, loaded.vocab_size

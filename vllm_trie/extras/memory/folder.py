@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from vllm_trie.drafts.text_store import KEY_BYTES
 from vllm_trie.extras.memory.store_file import (
     Store,
     StoreError,
@@ -23,7 +24,6 @@ SUFFIX = ".store"
 MAX_FILES = 64
 """Engines of one model that write to one folder."""
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-KEY_BYTES = 32
 _KEY_FILE = "prompts.key"
 
 

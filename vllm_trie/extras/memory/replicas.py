@@ -28,8 +28,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from vllm_trie.extras.memory.folder import KEY_BYTES, Identity
-from vllm_trie.extras.memory.store_file import PROMPT_BYTES, StoredText
+from vllm_trie.drafts.engine.observers import StepObserver
+from vllm_trie.drafts.text_store import KEY_BYTES, PROMPT_BYTES, StoredText, TextStore
+from vllm_trie.extras.memory.folder import Identity
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ USER, PASSWORD = "VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"
 logger = logging.getLogger(__name__)
 
 
-class Replicas:
+class Replicas(TextStore, StepObserver):
     """Publishes an engine's texts and receives those of others, in a thread of its own.
 
     No call waits for the server. Without it nothing is shared, and the thread tries again; it warns
@@ -104,7 +105,6 @@ class Replicas:
         self._thread.start()
 
     def listen(self, salt: bytes) -> None:
-        """Receive the texts of a cache salt, by its digest, from now on."""
         name = self._stream(salt)
         with self._lock:
             self._streams.setdefault(name, self._first)
@@ -114,13 +114,11 @@ class Replicas:
                 oldest, _ = self._streams.popitem(last=False)
                 del self._salts[oldest]
 
-    def publish(self, text: StoredText) -> None:
+    def add(self, text: StoredText) -> None:
         """Share a text; of too many that wait, the oldest are dropped."""
         self._outgoing.append(text)
 
     def receive(self, max_tokens: int) -> list[StoredText]:
-        """Return texts of others that have come in: at least one, if there are any, and no more
-        after `max_tokens` tokens."""
         texts = []
         while self._incoming and max_tokens > 0:
             texts.append(self._incoming.popleft())
@@ -128,13 +126,12 @@ class Replicas:
         return texts
 
     def forget(self) -> None:
-        """Drop what came in, and hear only what is published from now on."""
         with self._lock:
             self._first = None
             self._streams = OrderedDict.fromkeys(self._streams)
             self._incoming.clear()
 
-    def close(self) -> None:
+    def closed(self) -> None:
         """Publish what waits, if the server is there, and end the thread."""
         self._ending.set()
         self._thread.join(_TIMEOUT)

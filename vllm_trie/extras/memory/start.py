@@ -27,7 +27,7 @@ def check_store(vllm_config: VllmConfig) -> None:
     method, options = tree_config.method, tree_config.engine_options
     assert isinstance(options, MemoryOptions)
     given = [name for name in ("store", "store_path") if getattr(options, name) is not None]
-    if given and not get_drafter_class(method).has_store(tree_config.drafter_options):
+    if given and not get_drafter_class(method).keeps_texts(tree_config.drafter_options):
         raise RefusedError(
             f"{' and '.join(given)}: method {method!r} with these options keeps no texts of ended "
             "requests; leave it out, or take ngram_trie with store_tokens above 0"

@@ -14,7 +14,6 @@ drafts at most. It holds text of users, readable by whoever may read the file.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import ConfigDict, Field
 
+from vllm_trie.drafts.text_store import PROMPT_BYTES, StoredText, newest
 from vllm_trie.files.checked_file import CheckedFormat, SizedHeader
 from vllm_trie.refusal import RefusedError
 
 MAX_TOKENS = 1 << 22
 """Most tokens of a file, 16 MiB; of a larger store, those used last are kept."""
 _SALT_BYTES = hashlib.sha256().digest_size
-PROMPT_BYTES = 8
-"""Of the fingerprint of a prompt's end."""
 _NO_PROMPT = bytes(PROMPT_BYTES)
 _TEXTS_AT_ONCE = 256
 _NO_SALT = b""
@@ -38,17 +36,6 @@ _NO_SALT = b""
 
 class StoreError(RefusedError):
     """A store file cannot be used. The message names the file, the reason and the remedy."""
-
-
-class StoredText(NamedTuple):
-    """The output of a finished request."""
-
-    salt: bytes
-    """Digest of its cache salt, empty without one; see :func:`salt_digest`."""
-    token_ids: np.ndarray
-    """int32 [num_tokens], at least one."""
-    prompt: bytes = b""
-    """Fingerprint of the end of the prompt that it answered, empty if it is not known."""
 
 
 class StoreHeader(SizedHeader):
@@ -89,15 +76,6 @@ class Store(NamedTuple):
     header: StoreHeader
     texts: list[StoredText]
     """Least recently used first."""
-
-
-@functools.lru_cache(maxsize=4096)
-def salt_digest(cache_salt: str | None) -> bytes:
-    """Return what stands for a cache salt in the store and in files, empty for None."""
-    if cache_salt is None:
-        return _NO_SALT
-    salt = cache_salt.encode("utf-8", "surrogatepass")
-    return hashlib.sha256(b"vllm-trie cache salt\0" + salt).digest()
 
 
 def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) -> StoreHeader:
@@ -141,16 +119,6 @@ def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) ->
 
     FORMAT.write(path, header, body())
     return header
-
-
-def newest(texts: Sequence[StoredText], max_tokens: int) -> Sequence[StoredText]:
-    """Return the last texts that have at most `max_tokens` tokens together."""
-    left = max_tokens
-    for start in range(len(texts) - 1, -1, -1):
-        left -= len(texts[start].token_ids)
-        if left < 0:
-            return texts[start + 1 :]
-    return texts
 
 
 def read_store(path: Path) -> Store:

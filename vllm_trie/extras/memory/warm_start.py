@@ -1,5 +1,4 @@
-"""What an engine learned: saved while it runs and taken up by the next one, and shared with
-replicas."""
+"""What an engine learned: saved while it runs and taken up by the next one."""
 
 from __future__ import annotations
 
@@ -9,31 +8,24 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_trie.drafts import Drafter
-from vllm_trie.drafts.request_texts import STEP_TOKENS
-from vllm_trie.extras.corpus.corpus_file import fingerprint
-from vllm_trie.extras.memory import (
-    Identity,
-    Slot,
-    StoredText,
-    StoreHeader,
-    prompt_key,
-    read_newest,
-    write_store,
-)
+from vllm_trie.drafts.engine.observers import StepObserver
+from vllm_trie.drafts.text_store import StoredText, TextStore
+from vllm_trie.extras.memory.folder import Identity, Slot, prompt_key, read_newest
 from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.replicas import PASSWORD, USER, Replicas
-from vllm_trie.files.tokenizers import load_corpus_tokenizer
+from vllm_trie.extras.memory.store_file import StoreHeader, write_store
+from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
+from vllm_trie.hooks.start import config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_trie.drafts import DrafterContext
-    from vllm_trie.hooks.start.config import TreeConfig
+    from vllm_trie.drafts.engine.tree_step import TreeStep
 
 INTERVAL = 60.0
 """Seconds between two saves, at least."""
@@ -42,7 +34,7 @@ _LAST_SAVE = 30.0  # seconds that a shutdown waits for a save that runs
 logger = logging.getLogger(__name__)
 
 
-class WarmStart:
+class WarmStart(TextStore, StepObserver):
     """Starts from the newest file of the model, and saves a file of its own.
 
     A snapshot is taken between two steps: references to texts, which never change. A thread writes
@@ -51,34 +43,45 @@ class WarmStart:
     Args:
         folder: Of the files of all engines.
         identity: Of this engine's model and tokenizer.
-        drafter: Whose texts are saved and restored.
     """
 
-    def __init__(self, folder: Path, identity: Identity, drafter: Drafter) -> None:
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self._folder = folder
         self._identity = identity
-        self._drafter = drafter
+        self._texts: Callable[[], Sequence[StoredText]] = tuple
         self._next_save = time.monotonic() + INTERVAL
         self._has_served = False
         self._failed = False
         self._job: threading.Thread | None = None
         self._slot: Slot | None = None
         try:
-            drafter.set_prompt_key(prompt_key(folder))
+            self.prompt_key = prompt_key(folder)
         except OSError as error:
             logger.warning("store_path=%r: %s; answers are not found by prompt", str(folder), error)
-        try:
-            self._restore(folder)
-        except Exception:
-            logger.warning("warm start from %s failed; the start is cold", folder, exc_info=True)
         try:
             self._slot = Slot.claim(folder, identity)
         except OSError as error:
             logger.warning("store_path=%r: %s; this engine saves nothing there", str(folder), error)
         atexit.register(_close, weakref.ref(self))
 
-    def tick(self) -> None:
-        """Save if it is time to; to be called at the end of each step."""
-        self._has_served = True
+    def restore(self, texts: Callable[[], Sequence[StoredText]]) -> Sequence[StoredText]:
+        self._texts = texts
+        try:
+            store = read_newest(self._folder, self._identity, logger.warning)
+        except Exception:
+            logger.warning(
+                "warm start from %s failed; the start is cold", self._folder, exc_info=True
+            )
+            return ()
+        if store is None:
+            logger.info("cold start: %s has no file of this model", self._folder)
+            return ()
+        logger.info("warm start from %s: %d texts", self._folder, len(store.texts))
+        return store.texts
+
+    def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Save if it is time to."""
+        self._has_served |= any(new_tokens)
         now = time.monotonic()
         is_due = now >= self._next_save and self._slot is not None
         if is_due and not (self._job and self._job.is_alive()):
@@ -87,8 +90,8 @@ class WarmStart:
             self._job = threading.Thread(target=self._write, args=arguments, daemon=True)
             self._job.start()
 
-    def close(self) -> None:
-        """Save and give the file back, for the engine's shutdown.
+    def closed(self) -> None:
+        """Save and give the file back.
 
         An engine that served nothing leaves the file as it is.
         """
@@ -105,12 +108,8 @@ class WarmStart:
         slot.release()
 
     def _snapshot(self) -> tuple[StoreHeader, Sequence[StoredText]]:
-        saved: Sequence[StoredText] = ()
-        try:
-            saved = self._drafter.save()
-        except Exception:  # a drafter of somebody else's
-            logger.warning("drafter %r has nothing to save", self._drafter.name, exc_info=True)
-        return StoreHeader(**self._identity._asdict(), saved_at=time.time()), saved
+        header = StoreHeader(**self._identity._asdict(), saved_at=time.time())
+        return header, self._texts()
 
     def _write(self, slot: Slot, header: StoreHeader, texts: Sequence[StoredText]) -> None:
         try:
@@ -120,68 +119,24 @@ class WarmStart:
             logger.log(level, "%s could not be saved: %s; the engine goes on", slot.path, error)
             self._failed = True
 
-    def _restore(self, folder: Path) -> None:
-        store = read_newest(folder, self._identity, logger.warning)
-        if store is None:
-            logger.info("cold start: %s has no file of this model", folder)
-            return
-        self._drafter.restore(store.texts)
-        logger.info("warm start from %s: %d texts", folder, len(store.texts))
 
-
-class Sharing:
-    """Gives the drafter what other replicas publish, and them what it stores.
-
-    Args:
-        url: Of the server.
-        revision: Of the model.
-        context: Of the engine.
-        drafter: Whose texts are shared.
-    """
-
-    def __init__(
-        self, url: str, revision: str | None, context: DrafterContext, drafter: Drafter
-    ) -> None:
-        self._drafter = drafter
-        identity = engine_identity(context, revision)
-        self.replicas = Replicas(url, identity, os.environ.get(USER), os.environ.get(PASSWORD))
-        drafter.share(self.replicas)
-
-    def tick(self) -> None:
-        """Take up what came in; to be called at the end of each step."""
-        texts = self.replicas.receive(STEP_TOKENS)
-        if not texts:
-            return
-        try:
-            self._drafter.restore(texts)
-        except Exception:  # a drafter of somebody else's
-            logger.warning("texts of replicas were not taken up", exc_info=True)
-
-    def close(self) -> None:
-        """Publish what waits."""
-        self.replicas.close()
-
-
-def open_memories(
-    vllm_config: VllmConfig,
-    tree_config: TreeConfig,
-    context: DrafterContext,
-    drafter: Drafter,
-) -> Iterator[WarmStart | Sharing]:
+def open_stores(vllm_config: VllmConfig, context: DrafterContext) -> Iterator[WarmStart | Replicas]:
     """Yield what the options of this worker name; the key of replicas takes the place of the
     folder's.
 
     The first tensor-parallel rank alone has any: the others get its trees.
     """
-    options, revision = tree_config.engine_options, vllm_config.model_config.revision
+    tree_config = config.read(vllm_config)
+    assert tree_config is not None
+    options = tree_config.engine_options
     assert isinstance(options, MemoryOptions)
-    if context.rank:
+    if context.rank or (options.store_path is None and options.store is None):
         return
+    identity = engine_identity(context, vllm_config.model_config.revision)
     if options.store_path is not None:
-        identity = engine_identity(context, revision)
-        yield WarmStart(Path(options.store_path), identity, drafter)
+        yield WarmStart(Path(options.store_path), identity)
     if options.store is not None:
-        yield Sharing(options.store, revision, context, drafter)
+        yield Replicas(options.store, identity, os.environ.get(USER), os.environ.get(PASSWORD))
 
 
 def engine_identity(context: DrafterContext, revision: str | None) -> Identity:
@@ -202,4 +157,4 @@ def _close(reference: weakref.ref[WarmStart]) -> None:
     """Save at the exit of a process whose engine was not shut down."""
     warm_start = reference()
     if warm_start is not None:
-        warm_start.close()
+        warm_start.closed()

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from vllm_trie.drafts import registry
 from vllm_trie.drafts.drafter import Drafter, DrafterContext, DraftRequest
-from vllm_trie.extras.memory import StoredText
 from vllm_trie.extras.union.calibration import Calibrator
 from vllm_trie.extras.union.merge import Draft, Graft, build_tree, merge
 from vllm_trie.extras.union.neural import NeuralDrafter, NeuralOptions
@@ -27,8 +26,6 @@ from vllm_trie.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from vllm_trie.extras.memory.replicas import Replicas
 
 HORIZON = 20
 """Tokens that must follow a draft before it teaches the calibration; deeper nodes are ignored."""
@@ -98,8 +95,8 @@ class TrieUnionDrafter(Drafter):
             part_class.check_files(part_options, vocab_size, draft_model)
 
     @classmethod
-    def has_store(cls, options: TrieUnionOptions) -> bool:
-        return any(part_class.has_store(of_part) for part_class, of_part in _classes(options))
+    def keeps_texts(cls, options: TrieUnionOptions) -> bool:
+        return any(part_class.keeps_texts(of_part) for part_class, of_part in _classes(options))
 
     def load_model(self, target_model: nn.Module) -> None:
         for part in self.parts:
@@ -114,24 +111,9 @@ class TrieUnionDrafter(Drafter):
         for part in self.parts:
             part.read_prompts(requests)
 
-    def set_prompt_key(self, key: bytes) -> None:
-        for part in self.parts:
-            part.set_prompt_key(key)
-
-    def share(self, replicas: Replicas) -> None:
-        for part in self.parts:
-            part.share(replicas)
-
     def reset(self) -> None:
         for part in self.parts:
             part.reset()
-
-    def save(self) -> list[StoredText]:
-        return [text for part in self.parts for text in part.save()]
-
-    def restore(self, texts: Sequence[StoredText]) -> None:
-        for part in self.parts:
-            part.restore(texts)
 
     @property
     def part_names(self) -> Sequence[str]:

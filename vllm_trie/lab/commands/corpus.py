@@ -15,12 +15,11 @@ from rich.progress import track
 from vllm_trie.command_errors import errors_end_the_command
 from vllm_trie.extras.corpus.corpus_file import (
     CorpusHeader,
-    fingerprint,
     open_corpus,
     read_header,
     write_corpus,
 )
-from vllm_trie.files.tokenizers import load_corpus_tokenizer
+from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vllm_trie.extras.corpus.corpus_file import CorpusHeader, fingerprint, write_corpus
-from vllm_trie.files.tokenizers import load_corpus_tokenizer
+from vllm_trie.extras.corpus.corpus_file import CorpusHeader, write_corpus
+from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
 from vllm_trie.lab import local_engine
 from vllm_trie.lab.corpus import held_out, synthesis
 from vllm_trie.lab.corpus.answers_file import AnswersFile

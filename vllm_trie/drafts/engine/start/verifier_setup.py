@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.extras import loaded
-from vllm_trie.extras.memory.warm_start import open_memories
 from vllm_trie.hooks.start import config
 from vllm_trie.tree import TokenTree
 from vllm_trie.tree.batch import LIBRARY
@@ -39,6 +39,8 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
             "speculative_config={'method': NAME} instead of naming the class"
         )
     context = drafter_context(vllm_config, tree_config.draft_model)
+    stores = [s for stores in loaded("text_stores") for s in stores(vllm_config, context)]
+    context = replace(context, text_stores=stores)
     drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
     options = tree_config.engine_options
     budget = NodeBudget() if options.node_budget == "adaptive" else None
@@ -52,8 +54,7 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
         GuardedDrafter(drafter, context.vocab_size, options.draft_timeout_s, logger, sources),
         budget,
         share_trees,
-        memories=[*open_memories(vllm_config, tree_config, context, drafter)],
-        observers=[one for one in (*sources, *observers) if isinstance(one, StepObserver)],
+        observers=[one for one in (*stores, *sources, *observers) if isinstance(one, StepObserver)],
     )
 
 

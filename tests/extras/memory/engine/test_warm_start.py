@@ -13,8 +13,8 @@ from vllm import SamplingParams
 from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, trees_of
 from tests.engine.prompts import prompts
-from tests.unit.store.redis_server import RedisServer
-from vllm_trie.extras.memory import read_store
+from tests.extras.memory.unit.redis_server import RedisServer
+from vllm_trie.extras.memory.store_file import read_store
 
 PROMPTS = prompts(4)
 

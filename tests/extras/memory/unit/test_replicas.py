@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.extras.memory.unit.redis_server import RedisServer
 from tests.unit.drafters.support import end, make_drafter, make_request
-from tests.unit.store.redis_server import RedisServer
-from vllm_trie.extras.memory import Identity, StoredText, bounded_reply, replicas, salt_digest
+from vllm_trie.drafts.text_store import StoredText, salt_digest
+from vllm_trie.extras.memory import bounded_reply, replicas
+from vllm_trie.extras.memory.folder import Identity
 from vllm_trie.extras.memory.replicas import Replicas, connect, decode, encode
 
 IDENTITY = Identity("model", "tokenizer", 1000)
@@ -51,7 +53,7 @@ def join(monkeypatch):
 
     yield make
     for replica in made:
-        replica.close()
+        replica.closed()
 
 
 def text(start: int, salt: bytes = SALT, length: int = 20) -> StoredText:
@@ -86,8 +88,8 @@ def test_a_text_reaches_the_other_replicas_in_less_than_a_second(server, join):
     foreign = join(server.url, IDENTITY._replace(tokenizer="another"))
     for replica in (first, second, foreign):
         replica.listen(SALT)
-    first.publish(text(0))
-    first.publish(text(100, salt_digest("another")))
+    first.add(text(0))
+    first.add(text(100, salt_digest("another")))
     [got] = receive(second, 1)
     assert got.token_ids.tolist() == list(range(20))
     assert got[0] == SALT
@@ -101,7 +103,7 @@ def test_a_text_reaches_the_other_replicas_in_less_than_a_second(server, join):
 
 def test_the_server_holds_no_salt(server, join):
     first = join(server.url)
-    first.publish(text(0, salt_digest("tenant")))
+    first.add(text(0, salt_digest("tenant")))
     wait_for(server.client.keys)
     [name] = server.client.keys()
     content = name + b"".join(b"".join(fields.values()) for _, fields in server.client.xrange(name))
@@ -113,7 +115,7 @@ def test_the_server_holds_no_salt(server, join):
 def test_streams_are_bounded_in_length_and_age(server, join, monkeypatch):
     monkeypatch.setattr(replicas, "MAX_ENTRIES", 200)
     first = join(server.url)
-    first.publish(text(0))
+    first.add(text(0))
     wait_for(server.client.keys)
     [name] = server.client.keys()
     server.client.delete(name)
@@ -121,7 +123,7 @@ def test_streams_are_bounded_in_length_and_age(server, join, monkeypatch):
         server.client.xadd(name, {"old": 1}, id=f"{number + 1}-0")
     for _ in range(5):
         for start in range(100):
-            first.publish(text(start))
+            first.add(text(start))
         wait_for(lambda: not first._outgoing)
     time.sleep(0.1)
     assert server.client.xlen(name) <= 400  # the server drops entries by the hundred
@@ -134,13 +136,13 @@ def test_without_the_server_nothing_waits(tmp_path, join, caplog):
     first, second = join(server.url), join(server.url)
     for replica in (first, second):
         replica.listen(SALT)
-    first.publish(text(0))
+    first.add(text(0))
     assert len(receive(second, 1)) == 1
     server.kill()
     start = time.perf_counter()
     for number in range(2 * replicas.MAX_WAITING):
         first.listen(salt_digest(str(number)))
-        first.publish(text(number % 900))
+        first.add(text(number % 900))
         assert not first.receive(1000)
     assert time.perf_counter() - start < 20.0, "calls waited"
     wait_for(lambda: warned(caplog, "nothing is shared") == 2)
@@ -148,7 +150,7 @@ def test_without_the_server_nothing_waits(tmp_path, join, caplog):
     assert warned(caplog, "nothing is shared") == 2, "each warns once"
     server.start()
     wait_for(lambda: warned(caplog, "shared with replicas again") == 2)
-    second.publish(text(500))
+    second.add(text(500))
     first.listen(SALT)
     assert 500 in [got.token_ids[0] for got in receive(first, 1, 20.0)]
     server.kill()
@@ -163,7 +165,7 @@ def test_a_server_that_refuses_costs_the_sharing_alone(fault, tmp_path, join, ca
     first = join(url)
     first.listen(SALT)
     for start in range(100):
-        first.publish(text(start, length=900))
+        first.add(text(start, length=900))
     wait_for(lambda: warned(caplog, "nothing is shared"))
     assert not first.receive(1000)
     assert warned(caplog, "nothing is shared") == 1
@@ -215,9 +217,8 @@ def test_no_text_crosses_salts_or_adapters(server, join, victim, attacker):
     prompt, secret = list(range(40)), list(range(500, 540))
     drafters = []
     for _ in range(2):
-        drafter: Any = make_drafter(store_tokens=10_000)
         replica = join(server.url)
-        drafter.share(replica)
+        drafter: Any = make_drafter(text_stores=[replica], store_tokens=10_000)
         drafters.append((drafter, replica))
     (origin, _), (target, inbox) = drafters
     request = make_request([*prompt, *secret], "v", len(prompt), cache_salt=victim)
@@ -237,13 +238,13 @@ def test_no_text_crosses_salts_or_adapters(server, join, victim, attacker):
     for _, fields in server.client.xrange(name):
         server.client.xadd(inbox._stream(salt_digest(attacker)), fields)
     wait_for(lambda: inbox.num_dropped == 1)
-    target.restore(receive(inbox, 1, 0.3))
+    time.sleep(0.3)
     leaking, without = ask(target, attacker), ask(alone, attacker)
     for field in ("token_ids", "parents", "probabilities"):
         np.testing.assert_array_equal(getattr(leaking, field), getattr(without, field))
     # The victim's own requests find it there.
     ask(target, victim)
-    target.restore(receive(inbox, 1))
+    wait_for(lambda: inbox._incoming)
     assert ask(target, victim).chain().token_ids[:8].tolist() == secret[2:10]
 
 
@@ -270,8 +271,8 @@ def test_what_was_published_before_is_forgotten(server, join, monkeypatch, hours
     for replica in (first, second):
         replica.listen(SALT)
     for start in range(50):
-        first.publish(text(start))
-        first.publish(text(start, late))
+        first.add(text(start))
+        first.add(text(start, late))
     wait_for(lambda: len(second._incoming) == 50)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)
@@ -279,8 +280,8 @@ def test_what_was_published_before_is_forgotten(server, join, monkeypatch, hours
     assert second.receive(1000) == []
     wait_for(lambda: None not in (second._first, *second._streams.values()))
     second.listen(late)
-    first.publish(text(500))
-    first.publish(text(600, late))
+    first.add(text(500))
+    first.add(text(600, late))
     assert {int(got.token_ids[0]) for got in receive(second, 2)} == {500, 600}
     assert not receive(second, 1, 0.3)
 
@@ -295,7 +296,7 @@ def test_streams_that_begin_anew_are_heard(server, join):
     server.client.xadd(name, encode(name, b"engine", text(0)), id=ahead)
     assert len(receive(second, 1)) == 1
     server.client.flushall()
-    first.publish(text(500))
+    first.add(text(500))
     assert [got.token_ids[0] for got in receive(second, 1, 3.0)] == [500]
 
 
@@ -306,8 +307,8 @@ def test_one_key_that_is_no_stream_stops_one_salt(server, join, caplog):
         replica.listen(other)
         replica.listen(SALT)
     for start in range(3):
-        first.publish(text(start, other))
-        first.publish(text(start))
+        first.add(text(start, other))
+        first.add(text(start))
         assert [got.token_ids[0] for got in receive(second, 1)] == [start]
     assert warned(caplog, "delete it: WRONGTYPE") == 2, "each warns once"
     assert warned(caplog, "nothing is shared") == 0

@@ -12,8 +12,10 @@ import numpy as np
 
 from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
 from vllm_trie.drafts import Drafter
-from vllm_trie.extras.memory import Identity, Slot, StoredText, StoreHeader, read_store, write_store
+from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.memory import warm_start as module
+from vllm_trie.extras.memory.folder import Identity, Slot
+from vllm_trie.extras.memory.store_file import StoreHeader, read_store, write_store
 from vllm_trie.extras.memory.warm_start import WarmStart
 from vllm_trie.tree import TokenTree
 
@@ -22,11 +24,13 @@ QUESTION, ANSWER = [1, 2, 3], [10, 11, 12, 13, 14]
 SECRET = [500, 501, 502, 503, 504, 505, 506, 507]
 
 
-def start(
-    folder: Path, drafter: Drafter | None = None, identity: Identity = IDENTITY
-) -> tuple[WarmStart, Drafter]:
-    drafter = drafter or make_drafter()
-    return WarmStart(folder, identity, drafter), drafter
+def start(folder: Path, method: str = "ngram_trie", **options: Any) -> tuple[WarmStart, Drafter]:
+    saving = WarmStart(folder, IDENTITY)
+    return saving, make_drafter(method, [saving], **options)
+
+
+def end_step(saving: WarmStart) -> None:
+    saving.ended(TreeStep(), [[1]])
 
 
 def finish_job(saving: WarmStart) -> None:
@@ -57,8 +61,8 @@ def run_once(folder: Path) -> None:
     """An engine that answers and ends."""
     saving, drafter = start(folder)
     answer(drafter, ANSWER)
-    saving.tick()
-    saving.close()
+    end_step(saving)
+    saving.closed()
 
 
 def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path):
@@ -71,8 +75,8 @@ def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path
         before = prompt if i == 0 else [i]
         request = make_request([*before, *output], str(i), num_prompt_tokens=len(before))
         end(drafter, request)
-    saving.tick()
-    saving.close()
+    end_step(saving)
+    saving.closed()
 
     def first_draft(drafter: Drafter) -> list[int]:
         request = make_request([*prompt, 10], "again", num_prompt_tokens=len(prompt))
@@ -94,8 +98,8 @@ def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path):
     """By attack: other salts, none, the digest, a salt like an adapter's, all prefixes of it."""
     saving, drafter = start(tmp_path)
     answer(drafter, SECRET, salt="tenant")
-    saving.tick()
-    saving.close()
+    end_step(saving)
+    saving.closed()
     [path] = tmp_path.glob("*.store")
     [stored] = {text.salt for text in read_store(path).texts}
     guesses = [
@@ -128,21 +132,21 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "write_store", recorded)
     saving, drafter = start(tmp_path)
-    saving.tick()
+    end_step(saving)
     assert threads == []  # not before the interval has passed
     monkeypatch.setattr(saving, "_next_save", 0.0)
     answer(drafter, ANSWER)
-    saving.tick()
+    end_step(saving)
     finish_job(saving)
     assert len(threads) == 1
     assert threads[0] != threading.current_thread().name
     [path] = tmp_path.glob("*.store")
     assert len(read_store(path).texts) == 2
-    saving.close()
-    saving.close()
+    saving.closed()
+    saving.closed()
     assert len(threads) == 2
     idle, _ = start(tmp_path)
-    idle.close()
+    idle.closed()
     assert len(threads) == 2
 
 
@@ -159,9 +163,9 @@ def test_a_save_that_is_slow_keeps_its_file(tmp_path, monkeypatch):
     saving, drafter = start(tmp_path)
     answer(drafter, ANSWER)
     monkeypatch.setattr(saving, "_next_save", 0.0)
-    saving.tick()
+    end_step(saving)
     assert begun.wait(30.0)
-    saving.close()
+    saving.closed()
     other = Slot.claim(tmp_path, IDENTITY)
     go_on.set()
     finish_job(saving)
@@ -175,8 +179,8 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
     blocked = tmp_path / "file"
     blocked.touch()
     saving, _ = start(blocked / "below")
-    saving.tick()
-    saving.close()
+    end_step(saving)
+    saving.closed()
     assert "this engine saves nothing there" in caplog.text
 
     def full(*_: Any) -> None:
@@ -186,8 +190,8 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
     saving, _ = start(tmp_path)
     caplog.clear()
     for _ in range(2):
-        saving.tick()
-        saving.close()
+        end_step(saving)
+        saving.closed()
     assert caplog.text.count("No space left on device") >= 1
     assert "the engine goes on" in caplog.text
 
@@ -203,40 +207,11 @@ def test_no_damage_stops_a_start(tmp_path):
         path.write_bytes(damaged[: rng.randrange(len(damaged) + 1)])
         saving, drafter = start(tmp_path)
         drafted(drafter, [5, 10, 11])
-        saving.close()
-
-
-class _Broken(Drafter):
-    """A drafter of somebody else's whose texts are not what they should be."""
-
-    name = "broken"
-    Options = type(make_drafter().options)
-
-    def propose(self, requests: Any) -> Any:
-        raise NotImplementedError
-
-    def save(self) -> list[StoredText]:
-        raise RuntimeError("no texts")
-
-    def restore(self, texts: Any) -> None:
-        raise RuntimeError("no memory")
-
-
-def test_a_broken_drafter_costs_a_warning(tmp_path, caplog):
-    run_once(tmp_path)
-    whole = make_drafter()
-    saving, _ = start(tmp_path, _Broken(whole.options, whole.context))
-    saving.tick()
-    saving.close()
-    assert "the start is cold" in caplog.text
-    assert "has nothing to save" in caplog.text
-    [path] = tmp_path.glob("*.store")
-    assert read_store(path).texts == []
+        saving.closed()
 
 
 def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path):
     run_once(tmp_path)
-    union = make_drafter("trie_union", drafters=["ngram_trie"])
-    start(tmp_path, union)
+    saving, union = start(tmp_path, "trie_union", drafters=["ngram_trie"])
     assert drafted(union, [5, 10, 11])[:3] == [12, 13, 14]
-    assert len(union.save()) == 2
+    assert len(saving._texts()) == 2

@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 
 from tests.processes import run_python
-from vllm_trie.extras.memory import (
-    Identity,
-    Slot,
-    StoredText,
+from vllm_trie.drafts.text_store import StoredText, salt_digest
+from vllm_trie.extras.memory.folder import Identity, Slot, prompt_key, read_newest
+from vllm_trie.extras.memory.store_file import (
+    FORMAT,
     StoreError,
     StoreHeader,
-    prompt_key,
-    read_newest,
     read_store,
-    salt_digest,
     write_store,
 )
-from vllm_trie.extras.memory.store_file import FORMAT
 
 MODEL = Identity("model", "fingerprint", 1000)
 TENANT = salt_digest("tenant")
@@ -203,7 +199,8 @@ WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from vllm_trie.extras.memory import StoredText, StoreHeader, read_store, write_store
+from vllm_trie.drafts.text_store import StoredText
+from vllm_trie.extras.memory.store_file import StoreHeader, read_store, write_store
 path, kills = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(1)
 texts = [StoredText(b"", np.full(200, i, dtype=np.int32)) for i in range(300)]
