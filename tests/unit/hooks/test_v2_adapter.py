@@ -238,28 +238,22 @@ def steps(monkeypatch):
     return Steps()
 
 
-def test_fillers_never_reach_the_verifier(steps):
+@pytest.mark.parametrize(
+    ("first", "sampled", "places", "drafted", "accepted"),
+    [(13, [14, 15, 3], WIDTH, [14, 15], (0, 1)), (11, [12, 9], 2, [12, 13], (0,))],
+)
+def test_drafts_are_verified_without_fillers_and_cut(
+    steps, first, sampled, places, drafted, accepted
+):
     steps.add("a", [7, 8])
-    steps.step({"a": [13]})
-    steps.step({"a": [14, 15, 3]}, scheduled=WIDTH)
-    step = steps.drafter.requests[0].last_step
-    assert (step.tree.token_list, step.accepted) == ([14, 15], (0, 1))
-    assert steps.fillers == {"a": 2}
-    assert steps.drafter.requests[0].token_ids.tolist() == [7, 8, 13, 14, 15, 3]
-
-
-def test_a_draft_that_the_scheduler_cut(steps):
-    steps.add("a", [7, 8])
-    steps.step({"a": [11]})
-    steps.step({"a": [12, 9]}, scheduled=2)
-    step = steps.drafter.requests[0].last_step
-    assert (step.tree.token_list, step.accepted) == ([12, 13], (0,))
-
-
-def test_prefills_in_chunks_get_no_draft(steps):
-    steps.add("a", [7, 8])
-    assert steps.step({"a": []}) == [[0] * WIDTH]
+    assert steps.step({"a": []}) == [[0] * WIDTH]  # a prefill in chunks
     assert steps.statistics() is None
+    steps.step({"a": [first]})
+    steps.step({"a": sampled}, scheduled=places)
+    (request,) = steps.drafter.requests
+    assert (request.last_step.tree.token_list, request.last_step.accepted) == (drafted, accepted)
+    assert steps.fillers == {"a": places - len(drafted)}
+    assert request.token_ids.tolist() == [7, 8, first, *sampled]
 
 
 @pytest.mark.parametrize(
@@ -302,12 +296,17 @@ WITHOUT_DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("params", WITHOUT_DRAFTS.values(), ids=WITHOUT_DRAFTS)
-def test_requests_without_drafts(steps, params):
-    steps.add("a", [7, 8], **params)
-    assert steps.step({"a": [11]}) == [[0] * WIDTH]
-    assert not steps.drafter.requests
-    steps.adapter.release(["a"])
+def test_nobody_waits_for_requests_without_drafts_and_nothing_learns_from_them(steps):
+    for name, params in WITHOUT_DRAFTS.items():
+        steps.add(name, [7, 8], **params)
+    drafts = steps.step({name: [11] for name in WITHOUT_DRAFTS})
+    assert drafts == [[0] * WIDTH] * len(WITHOUT_DRAFTS)
+    assert (steps.drafter.requests, Event.waits) == ([], 0)
+    steps.add("a", [7, 8])
+    steps.step({"speculation": [12], "a": [13]})
+    assert [request.request_id for request in steps.drafter.requests] == ["a"]
+    assert Event.waits == 1
+    steps.adapter.release(WITHOUT_DRAFTS)
     assert not steps.drafter.ended
 
 
@@ -447,16 +446,6 @@ def test_nobody_waits_where_the_scheduler_wants_no_drafts(steps):
     assert Event.waits == 1
 
 
-def test_nobody_waits_where_nobody_may_draft(steps):
-    for name, params in WITHOUT_DRAFTS.items():
-        steps.add(name, [7, 8], **params)
-    steps.step({name: [11] for name in WITHOUT_DRAFTS})
-    assert Event.waits == 0
-    steps.add("a", [7, 8])
-    steps.step({"speculation": [12], "a": [13]})
-    assert Event.waits == 1
-
-
 class Likely(NextNumbers):
     """Drafts one token, whose probability changes from call to call."""
 
@@ -511,23 +500,16 @@ def test_ranks_with_budgets_of_their_own_wait_after_the_same_steps(steps):
     assert 20 < total < 400
 
 
-@pytest.mark.parametrize("invalid", [None, [False, False, True, False, False, False]])
-def test_only_drafted_tokens_are_valid(invalid, monkeypatch):
-    passed = {}
-
-    def verify(self: Any, logits: Any, batch: Any, draft_logits: Any, invalid_drafts: Any) -> str:
-        passed["invalid"] = invalid_drafts.tolist()
-        return "output"
-
-    monkeypatch.setattr(RejectionSampler, "__call__", verify)
-
-    num_drafted = torch.tensor([9, 2, 0])
+def test_only_drafted_tokens_are_valid(monkeypatch):
+    passed: list[list[bool]] = []
+    monkeypatch.setattr(
+        RejectionSampler, "__call__", lambda *arguments: passed.append(arguments[4].tolist())
+    )
     batch: Any = SimpleNamespace(
         # Three rows of request 1, three of request 2; the first row of each verifies no draft.
         expanded_idx_mapping=torch.tensor([1, 1, 1, 2, 2, 2]),
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2]),
     )
-    given = None if invalid is None else torch.tensor(invalid)
     stock: Any = SimpleNamespace(sampler=None, watermark_key=None)
     config: Any = SimpleNamespace(
         num_speculative_tokens=WIDTH,
@@ -538,20 +520,19 @@ def test_only_drafted_tokens_are_valid(invalid, monkeypatch):
     )
     read: list[torch.Tensor] = []
     adapter: Any = SimpleNamespace(
-        num_drafted=num_drafted, is_drafting=True, go_on=lambda part, logits: read.append(logits)
+        num_drafted=torch.tensor([9, 2, 0]),
+        is_drafting=True,
+        go_on=lambda part, logits: read.append(logits),
     )
-    sampler = DraftedOnly(stock, config, adapter)
-    output = sampler(torch.empty(6, 4), batch, None, given)
-    assert output == "output"
-    assert [logits.shape for logits in read] == [(6, 4)]
-    expected = [False, False, False, False, True, True]
-    if invalid is not None:
-        expected = [a or b for a, b in zip(expected, invalid, strict=True)]
-    assert passed["invalid"] == expected
+    sampler, logits = DraftedOnly(stock, config, adapter), torch.empty(6, 4)
+    theirs = [False, False, True, False, False, False]
+    sampler(logits, batch, None, None)
+    sampler(logits, batch, None, torch.tensor(theirs))
+    assert read == [logits] * 2
     adapter.is_drafting = False  # vLLM's warm-up, which nothing of the plugin may stop
-    if given is not None:
-        sampler(torch.empty(6, 4), batch, None, given)
-        assert passed["invalid"] == invalid
+    sampler(logits, batch, None, torch.tensor(theirs))
+    fillers = [False, False, False, False, True, True]
+    assert passed == [fillers, [False, False, True, False, True, True], theirs]
 
 
 def test_traces_follow_the_requests(steps, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,41 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_compaction import path_to
+from tests.unit.hooks.test_v2_adapter import Steps
 from tests.unit.tree.strategies import token_trees
-from vllm_trie.drafts import Drafter, DrafterOptions
-from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup, compact, compact_on_device
-from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.tree import TokenTree
-
-NUM_NODES = 4
-
-
-class Idle(Drafter):
-    name = "idle"
-    Options = DrafterOptions
-
-    def __init__(self) -> None:
-        super().__init__(DrafterOptions(), make_context())
-
-    def propose(self, requests: Any) -> list[TokenTree]:
-        return [TokenTree.empty() for _ in requests]
 
 
 @pytest.fixture
-def adapter(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", lambda **options: None)
-    guard = GuardedDrafter(Idle(), VOCAB, 30.0, logging.getLogger("tests.v2"))
-    states: Any = SimpleNamespace(
-        max_num_reqs=8,
-        num_speculative_steps=NUM_NODES,
-        draft_tokens=torch.zeros(8, NUM_NODES, dtype=torch.int64),
-    )
-    return V2TreeAdapter(TreeVerifier(guard), False, states, torch.device("cpu"))
+def adapter():
+    return Steps(adapter_class=V2TreeAdapter).adapter
 
 
 def test_rows_of_any_number_are_aligned(adapter):
