@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -84,6 +84,29 @@ def test_the_choice_is_by_acceptance_rates(forest, rows_without, data):
     assert tokens_per_second == same
 
 
+Seconds = Mapping[int, float]
+"""Duration of a step, by its tokens."""
+
+
+def linear(slope: float, *sizes: int, start: float = 1.0) -> dict[int, float]:
+    return {num_tokens: start + slope * num_tokens for num_tokens in sizes}
+
+
+def step_cost(seconds: Seconds) -> StepCost:
+    cost = StepCost()
+    for num_tokens, took in seconds.items():
+        cost.expect(num_tokens, took)
+    return cost
+
+
+def node_budget(seconds: Seconds, waits: bool = False) -> NodeBudget:
+    budget = NodeBudget()
+    budget.drafting_waits = waits
+    for num_tokens, took in seconds.items():
+        budget.expect_step(num_tokens, took)
+    return budget
+
+
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0)), min_size=2, max_size=60))
 def test_step_cost_never_falls(measured):
     cost = StepCost()
@@ -98,9 +121,7 @@ def test_step_cost_never_falls(measured):
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_step_cost_learns_what_passes_at_the_start_lack(factor):
     """Attention, by tokens, and the engine's own work; then another program runs."""
-    cost = StepCost()
-    for num_tokens in (1, 8, 16, 17, 32, 33, 64, 128):
-        cost.expect(num_tokens, 0.020 + 0.0004 * num_tokens)
+    cost = step_cost(linear(0.0004, 1, 8, 16, 17, 32, 33, 64, 128, start=0.02))
     rng = np.random.default_rng(0)
     for num_tokens in rng.integers(1, 60, size=900).tolist():
         noise = 1 + 0.1 * rng.standard_normal()
@@ -113,18 +134,14 @@ def test_step_cost_learns_what_passes_at_the_start_lack(factor):
 
 
 def test_steps_that_fill_their_blocks_stay_cheap():
-    cost = StepCost()
-    for num_tokens, seconds in ((1, 0.010), (16, 0.010), (17, 0.015), (32, 0.015)):
-        cost.expect(num_tokens, seconds)
+    cost = step_cost({1: 0.010, 16: 0.010, 17: 0.015, 32: 0.015})
     for _ in range(100):
         cost.observe(5, 0.020)
     assert cost(17) / cost(16) == pytest.approx(1.5, rel=0.02)
 
 
 def test_sizes_that_are_not_measured_follow_the_measured_ones():
-    cost = StepCost()
-    for num_tokens in (1, 8, 16, 32):
-        cost.expect(num_tokens, 0.020 + 0.0004 * num_tokens)
+    cost = step_cost(linear(0.0004, 1, 8, 16, 32, start=0.02))
     for _ in range(30):
         cost.observe(12, 1.2 * (0.020 + 0.0004 * 12))
     for num_tokens in (1, 12, 32):
@@ -132,9 +149,7 @@ def test_sizes_that_are_not_measured_follow_the_measured_ones():
 
 
 def test_neighbours_that_differ_by_noise_do_not_forbid_larger_steps():
-    cost = StepCost()
-    for num_tokens, seconds in ((1, 4.0), (8, 6.0), (32, 10.0), (48, 16.0), (64, 21.0)):
-        cost.expect(num_tokens, seconds)
+    cost = step_cost({1: 4.0, 8: 6.0, 32: 10.0, 48: 16.0, 64: 21.0})
     assert cost(128) == pytest.approx(21.0 + 64 * (21.0 - 10.0) / 32)
 
 
@@ -149,9 +164,7 @@ def test_one_interrupted_step_does_not_steer():
 
 
 def test_a_start_without_durations_is_corrected():
-    cost = StepCost()
-    for num_tokens in (1, 8):
-        cost.expect(num_tokens, 0.0)
+    cost = step_cost({1: 0.0, 8: 0.0})
     for _ in range(200):
         cost.observe(8, 0.02)
     assert cost(8) == pytest.approx(0.02)
@@ -202,14 +215,9 @@ def test_nothing_is_cut_before_costs_are_known():
 
 def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
     tree = _chain([0.9, 0.7, 0.3, 0.05, 0.01])
-    sizes = []
-    for slope in (0.0, 0.01, 0.1, 2.0):
-        budget = NodeBudget()
-        for num_tokens in (1, 2, 4, 8, 16):
-            budget.expect_step(num_tokens, 1.0 + slope * (num_tokens - 1))
-        sizes.append(budget.cut([tree], 1)[0].num_nodes)
-    assert sizes[0] == 5
-    assert sizes[-1] == 0
+    budgets = [node_budget(linear(slope, 1, 2, 4, 8, 16)) for slope in (0.0, 0.01, 0.1, 9.0)]
+    sizes = [budget.cut([tree], 1)[0].num_nodes for budget in budgets]
+    assert (sizes[0], sizes[-1]) == (5, 0)
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -220,9 +228,7 @@ def test_nodes_are_spent_while_they_are_cheap_and_saved_when_dear():
 )
 def test_what_need_not_be_drafted_would_have_been_cut(slope, num_rows, edges):
     """Where a node costs the same at every size, nothing is lost by the least probability."""
-    budget = NodeBudget()
-    for num_tokens in (1, 16, 64, 256, 1024):
-        budget.expect_step(num_tokens, 1.0 + slope * num_tokens)
+    budget = node_budget(linear(slope, 1, 16, 64, 256, 1024))
     trees = [_chain(np.cumprod(tree).tolist()) for tree in edges]
     num_rows = max(num_rows, len(trees))
     least = budget.least_probability(num_rows)
@@ -232,29 +238,22 @@ def test_what_need_not_be_drafted_would_have_been_cut(slope, num_rows, edges):
 
 
 def test_a_large_batch_asks_for_likelier_nodes():
-    budget = NodeBudget()
-    assert budget.least_probability(1) == 0.0  # no costs are known
-    for num_tokens in (1, 16, 64, 256):
-        budget.expect_step(num_tokens, 1.0 + 0.02 * num_tokens)
+    assert NodeBudget().least_probability(1) == 0.0  # no costs are known
+    budget = node_budget(linear(0.02, 1, 16, 64, 256))
     least = [budget.least_probability(num_rows) for num_rows in (1, 4, 16, 32)]
     assert least == sorted(least)
     assert least[0] < least[-1] / 4
 
 
 def test_nodes_that_fill_a_block_are_drafted():
-    budget = NodeBudget()
-    for num_tokens, seconds in ((1, 0.010), (16, 0.010), (17, 0.015), (32, 0.015), (64, 0.025)):
-        budget.expect_step(num_tokens, seconds)
+    budget = node_budget({1: 0.010, 16: 0.010, 17: 0.015, 32: 0.015, 64: 0.025})
     assert budget.least_probability(8) == 0.0
     assert budget.cut([_chain([0.05])] * 8, 8)[0].num_nodes == 1
 
 
 def test_cut_trees_are_the_likeliest_subtrees():
     tree = TokenTree.from_lists([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.02, 0.4, 0.3])
-    budget = NodeBudget()
-    for num_tokens in (1, 2, 4, 8):
-        budget.expect_step(num_tokens, 1.0 + 0.1 * (num_tokens - 1))
-    (cut,) = budget.cut([tree], 1)
+    (cut,) = node_budget(linear(0.1, 1, 2, 4, 8, start=0.9)).cut([tree], 1)
     assert cut.token_ids.tolist() == [1, 3, 4]
     assert cut.parents.tolist() == [-1, -1, 1]
     cut.validate(10, 4)
@@ -262,17 +261,12 @@ def test_cut_trees_are_the_likeliest_subtrees():
 
 def test_trees_without_probabilities_stay_whole():
     plain = TokenTree.from_lists([1, 2], [-1, 0])
-    budget = NodeBudget()
-    for num_tokens in (1, 2, 4, 8):
-        budget.expect_step(num_tokens, float(num_tokens))
-    kept = budget.cut([plain, _chain([0.1])], 2)
+    kept = node_budget(linear(1.0, 1, 2, 4, 8, start=0.0)).cut([plain, _chain([0.1])], 2)
     assert [tree.num_nodes for tree in kept] == [2, 0]
 
 
 def _costly_engine(drafting_seconds: float) -> NodeBudget:
-    budget = NodeBudget()
-    for num_tokens in (1, 2, 4, 8):
-        budget.expect_step(num_tokens, float(num_tokens))
+    budget = node_budget(linear(1.0, 1, 2, 4, 8, start=0.0))
     for _ in range(100):
         budget.observe_drafting(drafting_seconds)
     return budget
@@ -338,10 +332,7 @@ def test_steps_in_which_nobody_may_draft_teach_nothing(waits):
 
 @pytest.mark.parametrize(("seconds", "keeps"), [(1.02, 1), (0.9, 1), (0.7, 0), (1e-9, 0)])
 def test_drafts_are_weighed_against_steps_that_nobody_waits_for(seconds, keeps):
-    budget = NodeBudget()
-    budget.drafting_waits = True
-    for num_tokens in (1, 2, 4):
-        budget.expect_step(num_tokens, 1.0 + 0.02 * num_tokens)
+    budget = node_budget(linear(0.02, 1, 2, 4), waits=True)
     for _ in range(100):
         budget.observe_unwaited(1, seconds)
     assert budget.cut([_chain([0.3])], 1)[0].num_nodes == keeps
@@ -416,11 +407,7 @@ def _decode_on_v2(
 
 
 def _v2_budget() -> NodeBudget:
-    budget = NodeBudget()
-    budget.drafting_waits = True
-    for num_tokens in (1, 8, 16, 32):
-        budget.expect_step(num_tokens, 8e-3 + 1e-5 * num_tokens)
-    return budget
+    return node_budget(linear(1e-5, 1, 8, 16, 32, start=8e-3), waits=True)
 
 
 def test_pauses_do_not_outlive_a_change_of_load():
@@ -445,10 +432,8 @@ ON_A_GPU = {
 
 def _gpu_budget() -> NodeBudget:
     """A budget that expects what forward passes take, and the wait that the start measures."""
-    budget = NodeBudget()
-    budget.drafting_waits = True
-    for num_tokens, ms in ((1, 4.8), (8, 5.0), (32, 5.6), (72, 6.1), (128, 7.2), (288, 11.0)):
-        budget.expect_step(num_tokens, 1e-3 * ms)
+    passes = {1: 4.8e-3, 8: 5.0e-3, 32: 5.6e-3, 72: 6.1e-3, 128: 7.2e-3, 288: 11.0e-3}
+    budget = node_budget(passes, waits=True)
     budget.expect_wait(5.1e-3, 7.6e-3)
     return budget
 
@@ -468,16 +453,11 @@ def test_a_wait_is_paid_for_from_the_first_step_on(num_rows):
 
 
 def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
-    tree = _chain([0.2])
-    kept = []
-    for drafting_seconds in (0.01, 0.5):
-        budget = NodeBudget()
-        for num_tokens in (1, 2, 4):
-            budget.expect_step(num_tokens, 1.0 + 0.02 * num_tokens)
+    for drafting_seconds, keeps in ((0.01, 1), (0.5, 0)):
+        budget = node_budget(linear(0.02, 1, 2, 4))
         for _ in range(200):
             budget.observe_drafting(drafting_seconds)
-        kept.append(budget.cut([tree], 1)[0].num_nodes)
-    assert kept == [1, 0]
+        assert budget.cut([_chain([0.2])], 1)[0].num_nodes == keeps
 
 
 class _Machine:
