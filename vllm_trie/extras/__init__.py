@@ -77,6 +77,8 @@ EXTRAS: Mapping[str, Extra] = {
     "traces": Extra(
         request_options={"speculation_trace": "request:checked"},
         step_observer="recorder:open_recorder",
+        options="options:TraceOptions",
+        start_check="request:check_folder",
     ),
     "memory": Extra(
         options="options:MemoryOptions",

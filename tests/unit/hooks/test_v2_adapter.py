@@ -25,14 +25,12 @@ from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
 from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.drafts.engine.draft_requests import ended_request
 from vllm_trie.drafts.engine.guard import GuardedDrafter
+from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.engine.runners import v2_delivery
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
 from vllm_trie.drafts.engine.verifier import TreeVerifier
-from vllm_trie.extras.traces.recorder import TraceRecorder
-from vllm_trie.extras.traces.trace_file import read_trace
-from vllm_trie.hooks.start.config import EngineOptions, TreeConfig
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.tree import TokenTree
 
@@ -535,20 +533,45 @@ def test_only_drafted_tokens_are_valid(monkeypatch):
     assert passed == [fillers, [False, False, True, False, True, True], theirs]
 
 
-def test_traces_follow_the_requests(steps, tmp_path):
-    tree_config = TreeConfig("next_numbers", None, EngineOptions(), EngineOptions())
-    drafter = steps.adapter.trees.guard.drafter
-    steps.adapter.trees.observers = [TraceRecorder(tmp_path, tree_config, drafter)]
-    steps.add("a", [1, 3], extra_args={"speculation_trace": True})
-    steps.add("b", [1, 3])
+class Watching(StepObserver):
+    """Notes what observers are told, and the nodes of trees."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def begun(self, requests: Any) -> None:
+        self.told.append(("begun", [request.req_id for request in requests]))
+
+    def ended(self, step: Any, new_tokens: Any, stats: Any) -> None:
+        nodes = [tree.token_list for tree in step.trees]
+        self.told.append(("ended", new_tokens, nodes, step.accepted))
+
+    def drafted(self, request_ids: Any, drafts: Any, has_failed: Any) -> None:
+        nodes = {name: tree.token_list for name, (_, tree) in drafts.items()}
+        self.told.append(("drafted", request_ids, nodes))
+
+    def released(self, request_id: str) -> None:
+        self.told.append(("released", request_id))
+
+
+def test_observers_are_told_of_steps(steps):
+    watching = Watching()
+    steps.adapter.trees.observers = [watching]
+    for name in "ab":
+        steps.add(name, [1, 3])
     steps.step({"a": [6], "b": [6]})
     steps.step({"a": [7, 8, 9], "b": [7]}, WIDTH)
     steps.adapter.release(["a", "b"])
-    (path,) = tmp_path.iterdir()
-    trace = read_trace(path)
-    assert [(step.tokens, step.nodes, step.accepted) for step in trace.steps] == [
-        ([6], [], []),
-        ([7, 8, 9], [7, 8, 9, 10], [0, 1]),
+    drafts = [7, 8, 9, 10]
+    assert watching.told == [
+        ("begun", ["a"]),
+        ("begun", ["b"]),
+        ("ended", [[6], [6]], [[], []], [[], []]),
+        ("drafted", ["a", "b"], {"a": drafts, "b": drafts}),
+        ("ended", [[7, 8, 9], [7]], [drafts, drafts], [[0, 1], []]),
+        ("drafted", ["a", "b"], {"a": [10], "b": [8, 9, 10]}),
+        ("released", "a"),
+        ("released", "b"),
     ]
 
 

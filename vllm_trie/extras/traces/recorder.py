@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.drafts.engine.draft_requests import ends_with
 from vllm_trie.drafts.engine.observers import StepObserver
+from vllm_trie.extras.traces.options import trace_path
 from vllm_trie.extras.traces.request import TRACE
 from vllm_trie.extras.traces.trace_file import Header, NoDraft, Step, TraceWriter
 
@@ -187,7 +188,7 @@ class TraceRecorder(StepObserver):
 
 def open_recorder(tree_config: TreeConfig, drafter: Drafter) -> TraceRecorder | None:
     """Return the recorder of an engine whose operator wants traces."""
-    folder = tree_config.engine_options.trace_path
+    folder = trace_path(tree_config.engine_options)
     if folder is None or drafter.context.rank:  # all ranks see the same
         return None
     return TraceRecorder(Path(folder), tree_config, drafter)

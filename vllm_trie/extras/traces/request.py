@@ -1,11 +1,15 @@
-"""The option ``speculation_trace``, by which a request asks for its trace."""
+"""The option ``speculation_trace``, by which a request asks for its trace, and the check of the
+folder for traces."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from vllm_trie.extras.traces.options import trace_path
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, is_switch
 from vllm_trie.hooks.start import config
+from vllm_trie.refusal import RefusedError
 from vllm_trie.searches.settings import shown
 
 if TYPE_CHECKING:
@@ -26,10 +30,28 @@ def checked(
         raise SpeculationRequestError(
             f"beam search: {TRACE} is for requests with drafts, and a search has none; leave it out"
         )
-    tree_config = config.read(vllm_config)
-    if value and (tree_config is None or tree_config.engine_options.trace_path is None):
+    if value and _folder(vllm_config) is None:
         raise SpeculationRequestError(
             f"extra_args[{TRACE!r}] asks for a trace, but this engine writes none; leave it out, "
             "or start the engine with trace_path=FOLDER next to its speculative method"
         )
     return None if is_search else value
+
+
+def check_folder(vllm_config: VllmConfig) -> None:
+    """Refuse a folder that does not exist, or that the engine may not write to.
+
+    Raises:
+        RefusedError: Naming the option.
+    """
+    folder = _folder(vllm_config)
+    if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise RefusedError(
+            f"trace_path={folder!r} must be a folder that exists and that the engine may write "
+            "to; create it, or leave trace_path out"
+        )
+
+
+def _folder(vllm_config: VllmConfig) -> str | None:
+    tree_config = config.read(vllm_config)
+    return None if tree_config is None else trace_path(tree_config.engine_options)

@@ -75,11 +75,6 @@ class EngineOptions(BaseModel):
         description="Has no effect since 0.6, and is accepted for one more release: trees and "
         "native beam search need no permission on an NVIDIA GPU.",
     )
-    trace_path: str | None = Field(
-        default=None,
-        exclude=True,
-        description="An existing folder for traces, which requests ask for with speculation_trace.",
-    )
 
 
 AllOptions: type[EngineOptions] = create_model(

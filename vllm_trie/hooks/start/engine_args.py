@@ -100,7 +100,6 @@ def verify(vllm_config: VllmConfig) -> None:
         asked = tree_config.engine_options.verification
         if tree_config.neural is not None:
             check_trained_drafter(vllm_config, tree_config.neural, asked)
-        _check_trace_path(tree_config.engine_options.trace_path)
         chosen = choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
@@ -113,16 +112,6 @@ def verify(vllm_config: VllmConfig) -> None:
     check_catalogues(vllm_config)
     for check in loaded("start_check"):
         check(vllm_config)
-
-
-def _check_trace_path(trace_path: str | None) -> None:
-    if trace_path is None:
-        return
-    if not os.path.isdir(trace_path) or not os.access(trace_path, os.W_OK | os.X_OK):
-        raise RefusedError(
-            f"trace_path={trace_path!r} must be a folder that exists and that the engine may write "
-            "to; create it, or leave trace_path out"
-        )
 
 
 def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:

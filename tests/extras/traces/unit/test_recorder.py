@@ -16,10 +16,10 @@ from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.traces import recorder as module
 from vllm_trie.extras.traces.recorder import TraceRecorder
+from vllm_trie.extras.traces.request import check_folder
 from vllm_trie.extras.traces.trace_file import Step, read_trace
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, with_packed_options
-from vllm_trie.hooks.start.config import EngineOptions, TreeConfig
-from vllm_trie.hooks.start.engine_args import _check_trace_path
+from vllm_trie.hooks.start.config import AllOptions, TreeConfig
 from vllm_trie.hooks.wire import SPEC_KEY, TreeStats
 from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.tree import TokenTree
@@ -43,7 +43,7 @@ def recorder_of(folder: Path, method: str = "ngram_trie", **options: Any) -> Tra
     parsed = parse_options(method, options)
     drafter = get_drafter_class(method)(parsed, make_context())
     drafter.parts_of = lambda request_id, tree: [3, 1, 2][: tree.num_nodes]
-    tree_config = TreeConfig(method, None, parsed, EngineOptions(trace_path=str(folder)))
+    tree_config = TreeConfig(method, None, parsed, AllOptions(trace_path=str(folder)))
     return TraceRecorder(folder, tree_config, drafter)
 
 
@@ -211,10 +211,9 @@ def test_beam_searches_have_no_trace(asks):
 
 
 def test_the_folder_must_exist(tmp_path):
-    assert EngineOptions().trace_path is None
-    _check_trace_path(None)
-    _check_trace_path(str(tmp_path))
+    check_folder(config(None))
+    check_folder(config(str(tmp_path)))
     (tmp_path / "file").touch()
     for wrong in ("missing", "file"):
         with pytest.raises(ValueError, match=r"trace_path=.* must be a folder that exists"):
-            _check_trace_path(str(tmp_path / wrong))
+            check_folder(config(str(tmp_path / wrong)))
