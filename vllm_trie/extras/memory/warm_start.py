@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from vllm_trie.drafts import DrafterContext
     from vllm_trie.drafts.engine.tree_step import TreeStep
+    from vllm_trie.hooks.wire import TreeStats
 
 INTERVAL = 60.0
 """Seconds between two saves, at least."""
@@ -79,7 +80,7 @@ class WarmStart(TextStore, StepObserver):
         logger.info("warm start from %s: %d texts", self._folder, len(store.texts))
         return store.texts
 
-    def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]]) -> None:
+    def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Save if it is time to."""
         self._has_served |= any(new_tokens)
         now = time.monotonic()

@@ -17,6 +17,7 @@ from vllm_trie.extras.memory import warm_start as module
 from vllm_trie.extras.memory.folder import Identity, Slot
 from vllm_trie.extras.memory.store_file import StoreHeader, read_store, write_store
 from vllm_trie.extras.memory.warm_start import WarmStart
+from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.tree import TokenTree
 
 IDENTITY = Identity("model", "fingerprint", VOCAB)
@@ -30,7 +31,7 @@ def start(folder: Path, method: str = "ngram_trie", **options: Any) -> tuple[War
 
 
 def end_step(saving: WarmStart) -> None:
-    saving.ended(TreeStep(), [[1]])
+    saving.ended(TreeStep(), [[1]], TreeStats())
 
 
 def finish_job(saving: WarmStart) -> None:
