@@ -90,9 +90,9 @@ def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
     else:
         name = _DRAFTERS.get(method, "medusa_dynamic")
         drafter = get_drafter_class(name)(parse_options(name, options), first.context)
-    for part in getattr(drafter, "parts", [drafter]):
-        if isinstance(part, MedusaDrafter):
-            part.set_heads(first.heads, first.temperatures)
+    for owner in (drafter, getattr(drafter, "heads", None)):
+        if isinstance(owner, MedusaDrafter):
+            owner.set_heads(first.heads, first.temperatures)
     return drafter
 
 

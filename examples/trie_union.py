@@ -1,9 +1,9 @@
-"""Two drafters in one tree: n-grams and Medusa heads.
+"""N-grams and Medusa heads in one tree.
 
     python examples/trie_union.py [--model PATH --heads PATH]
 
-N-grams of the context and trained heads predict different tokens. `trie_union` merges their
-candidates, verifies a token that both propose only once, and keeps the likeliest nodes.
+N-grams of the context and trained heads predict different tokens. `trie_union` drafts from both,
+and verifies the likeliest nodes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def main(model: str, heads: str) -> None:
             "method": "trie_union",
             "drafters": ["ngram_trie", "medusa"],
             "model": heads,
-            "num_speculative_tokens": 32,  # nodes of a request's tree, all drafters together
-            # Options of a drafter go under its name; this is the default.
-            "options": {"medusa": {"joint": "context"}},
+            "num_speculative_tokens": 32,  # nodes of a request's tree
+            # Options of a part go under its name; this is the default.
+            "options": {"medusa": {"top_tokens": 32}},
         },
         max_model_len=1024,
         kv_cache_memory_bytes=64 << 20,  # leaves the rest of the memory free

@@ -55,7 +55,7 @@ class TreeTemplate(NamedTuple):
 
     def fill(self, tokens: np.ndarray, probabilities: np.ndarray) -> TokenTree:
         """Return the tree with candidates put in; `tokens` and `probabilities` are [K, m] as
-        `top_candidates` returns them for one row."""
+        `candidates` returns them for one row."""
         path = probabilities[self.heads, self.ranks]
         for nodes, parents in self.levels:
             path[nodes] *= path[parents]
@@ -98,7 +98,7 @@ class FixedTreeDrafter(MedusaDrafter):
     Options = FixedTreeOptions
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        tokens, probabilities = self.top_candidates([request.hidden_state for request in requests])
+        tokens, probabilities = self.candidates(requests)
         paths = tuple(map(tuple, self.options.paths))
         return [
             template(paths, request.max_nodes, request.max_depth, request.chain_only).fill(

@@ -25,12 +25,16 @@ LENGTH = 3
 MakeEngine = Callable[..., LLM]
 
 
-def union(entry: dict[str, Any], num_nodes: int, *others: str) -> dict[str, Any]:
-    """Engine options of a union."""
+NO_TEXT = {"ngram": {"index_tokens": 0, "store_tokens": 0, "recycle": False}}
+
+
+def union(entry: dict[str, Any], num_nodes: int, **options: Any) -> dict[str, Any]:
+    """Engine options of a union with n-grams."""
     return {
         "speculative_config": {
             "method": "trie_union",
-            "drafters": [*others, entry],
+            "drafters": ["ngram", entry],
+            "options": options,
             "num_speculative_tokens": num_nodes,
             "node_budget": "fixed",  # the adaptive one goes by the time of steps
         }
@@ -79,8 +83,8 @@ def run_union(llm: LLM, requests: tuple[Any, Any], plain: list[Any]) -> dict[str
 def run_alone(
     engines: dict[str, LLM], requests: tuple[Any, Any], plain: list[Any]
 ) -> dict[str, Any]:
-    """vLLM's method and the part alone: what differs from plain outputs, what is accepted, and how
-    often steps wait for the device."""
+    """vLLM's method and a union without text: what differs from plain outputs, what is accepted,
+    and how often steps wait for the device."""
     results: dict[str, Any] = {}
     for name, llm in engines.items():
         waits, accepted = Waits(llm), count_accepted(llm)
@@ -102,10 +106,13 @@ def compare_neural(
         folder: Takes a draft model.
     """
     eagle = {"method": "eagle", "model": str(eagle_path()), "num_speculative_tokens": LENGTH}
-    alone = {"own": engine(speculative_config=eagle), "ours": engine(**union(eagle, LENGTH))}
+    alone = {
+        "own": engine(speculative_config=eagle),
+        "ours": engine(**union(eagle, LENGTH, **NO_TEXT)),
+    }
     model = make_draft_model(folder, num_layers=3)
     entry = {"method": "draft_model", "model": model, "num_speculative_tokens": LENGTH}
     return {
         "alone": run_alone(alone, requests, plain),
-        "union": run_union(engine(**union(entry, 2 * LENGTH, "ngram")), requests, plain),
+        "union": run_union(engine(**union(entry, 2 * LENGTH)), requests, plain),
     }

@@ -97,8 +97,7 @@ class DraftRequest:
         chain_only: The tree must be a chain (structured outputs).
         hidden_state: torch tensor [hidden_size] of the last accepted position, only for drafters
             with `needs_hidden_states`.
-        last_step: The last verification of this request, None before the first. Parts of a union
-            see that of the union's tree.
+        last_step: The last verification of this request, None before the first.
         rows: Of the step that gave the newest token, where they are known; only for drafters with
             `needs_rows`.
         cache_salt: Only requests with the same salt may profit from one another's text.
@@ -137,8 +136,6 @@ class Drafter(ABC):
     needs_rows: ClassVar[bool] = False
     reuses_arrays: ClassVar[bool] = True
     """Whether it may change the arrays of trees that it has returned; they are copied then."""
-    has_window: ClassVar[bool] = False
-    """Whether its trees may hold nodes that are never accepted; it cannot be a part of a union."""
 
     def __init__(self, options: BaseModel, context: DrafterContext) -> None:
         self.options: Any = options
@@ -185,16 +182,6 @@ class Drafter(ABC):
         tokens do not extend those of its last call (it was preempted) starts again.
         """
 
-    def propose_after(
-        self, requests: Sequence[DraftRequest], added: Sequence[Sequence[int]]
-    ) -> list[TokenTree]:
-        """Draft a tree after each request's text with tokens added that may never be accepted.
-
-        Called after `propose` with the same requests, any number of times for each; changes no
-        state of a request. A drafter without drafts for such texts returns empty trees.
-        """
-        return [TokenTree.empty()] * len(requests)
-
     def released(  # noqa: B027 - optional, not abstract
         self, request: DraftRequest, output: np.ndarray
     ) -> None:
@@ -205,23 +192,6 @@ class Drafter(ABC):
             output: int32, the whole output up to the token that ended it, a view that is valid
                 during the call only. Empty if the request ended while the drafter was suspended.
         """
-
-    @property
-    def part_names(self) -> Sequence[str]:
-        """Names of the drafters that this one merges; none if it merges none."""
-        return ()
-
-    def parts_of(self, request_id: str, tree: TokenTree) -> list[int]:
-        """Return which parts proposed each node of a request's last tree, for a trace.
-
-        Args:
-            request_id: Of a request that was drafted for.
-            tree: The tree that `propose` returned, or that tree without some nodes.
-
-        Returns:
-            A bit mask for each node, bit i for part i; nothing if there are no parts.
-        """
-        return []
 
     def reset(self) -> None:  # noqa: B027 - optional
         """Forget the outputs of ended requests; called between two steps."""

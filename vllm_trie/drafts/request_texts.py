@@ -107,14 +107,6 @@ class RequestTexts:
             room -= self.num_tokens - before
         return [indexed[i] for i in range(len(requests))]
 
-    def after(self, request: DraftRequest, added: Sequence[int]) -> IndexedText:
-        """Return an updated request's text with tokens behind it that are not indexed."""
-        text = self._texts[request.request_id]
-        end = request.token_ids[-self._max_order :]
-        tokens = np.concatenate((end, np.asarray(added, dtype=np.int32)), dtype=np.int32)
-        first = len(request.token_ids) - len(end)
-        return IndexedText(text.index, text.text, first, tokens, 0)
-
     def release(self, request_id: str) -> None:
         """Forget a request."""
         text = self._texts.pop(request_id, None)

@@ -105,7 +105,10 @@ EXTRAS: Mapping[str, Extra] = {
     ),
     "heads": Extra(methods={"medusa_dynamic": "drafter:MedusaDrafter"}),
     "lookahead": Extra(methods={"lookahead_trie": "drafter:LookaheadDrafter"}),
-    "union": Extra(methods={"trie_union": "drafter:TrieUnionDrafter"}),
+    "union": Extra(
+        methods={"trie_union": "drafter:TrieUnionDrafter"},
+        hooks={("speculation", "any"): "neural.checks"},
+    ),
 }
 """The extras, in the order in which the core asks them. Those that bring nothing here are still
 named in the core."""

@@ -15,7 +15,7 @@ from vllm_trie.drafts.drafter import Drafter, DrafterContext, DraftRequest, Logi
 from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafts.ngram_trie.recycling import Recycling
 from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
-from vllm_trie.drafts.ngrams import Blend, Job, NativeBackend, Recycled, Rows, Source
+from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Recycled, Rows, Source
 from vllm_trie.drafts.ngrams.native import NativeCorpus
 from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
 from vllm_trie.drafts.text_store import KEY_BYTES
@@ -108,7 +108,7 @@ class NgramTrieDrafter(Drafter):
         # The backend indexes where it drafts: for one node, which is dropped.
         jobs = []
         for request, text in zip(requests, self._texts.update(requests), strict=True):
-            jobs.append(self._job(replace(request, max_nodes=1, max_depth=1), text, 0))
+            jobs.append(self._job(replace(request, max_nodes=1, max_depth=1), text))
         self._backend.draft_batch(jobs)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
@@ -117,22 +117,16 @@ class NgramTrieDrafter(Drafter):
             self.store.receive(STEP_TOKENS)
             self.store.take_in(STEP_TOKENS)
         texts = self._texts.update(requests)
-        drafts = self._backend.draft_batch(
-            [self._job(request, text, 0) for request, text in zip(requests, texts, strict=True)]
-        )
+        jobs = [self._job(request, text) for request, text in zip(requests, texts, strict=True)]
+        drafts = self._backend.draft_batch(jobs, self.candidates(requests))
         if self.store is not None:
             for request, draft in zip(requests, drafts, strict=True):
                 self.store.mark_used(request.cache_salt, draft.used_text)
         return [draft.tree for draft in drafts]
 
-    def propose_after(
-        self, requests: Sequence[DraftRequest], added: Sequence[Sequence[int]]
-    ) -> list[TokenTree]:
-        jobs = [
-            self._job(request, self._texts.after(request, tokens), len(tokens))
-            for request, tokens in zip(requests, added, strict=True)
-        ]
-        return [draft.tree for draft in self._backend.draft_batch(jobs)]
+    def candidates(self, requests: Sequence[DraftRequest]) -> Candidates | None:
+        """Return predictions of heads for the requests; a subclass may have them."""
+        return None
 
     def released(self, request: DraftRequest, output: np.ndarray) -> None:
         self._texts.release(request.request_id)
@@ -157,8 +151,8 @@ class NgramTrieDrafter(Drafter):
                 self.store.listen(request.cache_salt)
         return prompt
 
-    def _job(self, request: DraftRequest, text: IndexedText, num_added: int) -> Job:
-        """Return the job that drafts after a request's text, or after it and added tokens."""
+    def _job(self, request: DraftRequest, text: IndexedText) -> Job:
+        """Return the job that drafts after a request's text."""
         prompt = self._prompt(request)
         return Job(
             own=text.own,
@@ -167,11 +161,11 @@ class NgramTrieDrafter(Drafter):
             tokens=text.tokens,
             num_indexed=text.num_indexed,
             max_nodes=request.max_nodes,
-            max_depth=request.max_depth - num_added,
+            max_depth=request.max_depth,
             chain_only=request.chain_only,
             min_probability=request.min_probability,
             recycled=None if self.recycling is None else self.recycling.table,
-            rows=None if num_added else _rows(request.rows),
+            rows=_rows(request.rows),
             scope=0 if self.recycling is None else self.recycling.scope(request.cache_salt),
             first=text.first,
             text=text.text,

@@ -97,15 +97,15 @@ class MedusaDrafter(Drafter):
         self.temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=self._device)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        states = [request.hidden_state for request in requests if request.hidden_state is not None]
-        drafts = self._backend.draft_batch(self._jobs(requests), self.top_candidates(states))
+        drafts = self._backend.draft_batch(self._jobs(requests), self.candidates(requests))
         return [draft.tree for draft in drafts]
 
-    def top_candidates(self, states: Sequence[Tensor]) -> Candidates:
-        """Return each head's candidates, [states, K, m], after hidden states [hidden_size]."""
+    def candidates(self, requests: Sequence[DraftRequest]) -> Candidates:
+        """Return each head's candidates, [requests, K, m], after the requests' hidden states."""
         if self.heads is None or self.temperatures is None:
             raise RuntimeError("the Medusa heads are not loaded: call load_model first")
-        logits = self.heads(torch.stack(list(states)).to(self._dtype), len(self.temperatures))
+        states = [request.hidden_state for request in requests if request.hidden_state is not None]
+        logits = self.heads(torch.stack(states).to(self._dtype), len(self.temperatures))
         return top_candidates(
             logits, self.temperatures, self.heads.token_map, self.options.top_tokens
         )

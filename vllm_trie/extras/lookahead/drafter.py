@@ -80,7 +80,6 @@ class LookaheadDrafter(Drafter):
     name: ClassVar[str] = "lookahead_trie"
     Options: ClassVar[type[BaseModel]] = LookaheadOptions
     needs_node_argmax: ClassVar[bool] = True
-    has_window: ClassVar[bool] = True
 
     def __init__(self, options: LookaheadOptions, context: DrafterContext) -> None:
         super().__init__(options, context)

@@ -41,7 +41,7 @@ class _Followed:
     """A request that is being recorded.
 
     Attributes:
-        parts, no_draft: Of its next step, see :class:`Step`.
+        no_draft: Of its next step, see :class:`Step`.
     """
 
     file: BinaryIO
@@ -49,7 +49,6 @@ class _Followed:
     params: SamplingParams
     last_time: float
     num_output_tokens: int = 0
-    parts: Sequence[int] = ()
     no_draft: NoDraft = "prefill"
 
 
@@ -101,14 +100,12 @@ class TraceRecorder(StepObserver):
                 continue
             try:
                 seconds = now - followed.last_time
-                followed.writer.add(
-                    Step.of(tree, path, tokens, seconds, followed.parts, followed.no_draft)
-                )
+                followed.writer.add(Step.of(tree, path, tokens, seconds, followed.no_draft))
             except (OSError, ValueError) as error:
                 self._give_up(request_id, error)
             followed.last_time = now
             followed.num_output_tokens += len(tokens)
-            followed.parts, followed.no_draft = (), "pause"  # where no draft follows
+            followed.no_draft = "pause"  # where no draft follows
 
     def drafted(
         self,
@@ -116,7 +113,7 @@ class TraceRecorder(StepObserver):
         drafts: Mapping[str, tuple[TokenTree, TokenTree]],
         has_failed: Callable[[str], bool],
     ) -> None:
-        """Take in where the drafts of the next step are from, and why there are none."""
+        """Take in why the next step has no drafts."""
         if not self._followed:
             return
         for request_id in request_ids:
@@ -129,10 +126,6 @@ class TraceRecorder(StepObserver):
             proposed, tree = drafts[request_id]
             if tree.num_nodes:
                 followed.no_draft = "dropped"
-                try:
-                    followed.parts = self._drafter.parts_of(request_id, tree)
-                except Exception as error:
-                    self._give_up(request_id, error)
             elif has_failed(request_id):
                 followed.no_draft = "failed"
             else:
@@ -164,7 +157,6 @@ class TraceRecorder(StepObserver):
             self._drafter.context.tokenizer or self._drafter.context.model,
             request.prompt_token_ids or [],
             self._options,
-            self._drafter.part_names,
         )
         name = re.sub(r"[^\w.-]", "_", request.req_id, flags=re.ASCII)[-120:]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

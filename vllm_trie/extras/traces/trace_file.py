@@ -49,7 +49,7 @@ class Header(_Line):
         num_prompt_tokens: All of them.
         created: When the request began.
         options: Of the speculation, those that differ from their defaults.
-        parts: Names of the drafter's parts, for `Step.parts`.
+        parts: Of earlier releases, whose drafters had parts; not read.
     """
 
     format: Literal["vllm-trie trace"]
@@ -73,7 +73,6 @@ class Header(_Line):
         tokenizer: str,
         prompt: Sequence[int],
         options: Mapping[str, Any] | None = None,
-        parts: Sequence[str] = (),
     ) -> Header:
         """Return the header of a request with this prompt that begins now."""
         return cls(
@@ -87,7 +86,6 @@ class Header(_Line):
             num_prompt_tokens=len(prompt),
             created=datetime.now(UTC).replace(microsecond=0),
             options=dict(options or {}),
-            parts=list(parts),
         )
 
 
@@ -102,8 +100,7 @@ class Step(_Line):
         probabilities: Predicted probability of each node; empty if the drafter gives none.
         never_accept: Nodes of a lookahead window.
         accepted: Nodes whose tokens were taken, root first.
-        parts: For each node the parts that proposed it, bit i for the header's part i; empty if the
-            drafter has no parts.
+        parts: As the header's.
         no_draft: Why there are no nodes.
     """
 
@@ -114,7 +111,7 @@ class Step(_Line):
     probabilities: list[float] = []
     never_accept: list[int] = []
     accepted: list[int] = []
-    parts: list[_Token] = []
+    parts: list[int] = []
     no_draft: NoDraft = ""
 
     @classmethod
@@ -124,7 +121,6 @@ class Step(_Line):
         accepted: Sequence[int],
         tokens: Sequence[int],
         seconds: float,
-        parts: Sequence[int] = (),
         no_draft: NoDraft = "",
     ) -> Step:
         """Return the step that verified `tree`; `tokens` may end inside the accepted path."""
@@ -138,16 +134,14 @@ class Step(_Line):
             probabilities=[float(f"{value:.3g}") for value in probabilities],
             never_accept=list(never),
             accepted=list(accepted[: len(tokens)]),
-            parts=list(parts[: tree.num_nodes]),
             no_draft="" if tree.num_nodes else no_draft,
         )
 
     @model_validator(mode="after")
     def _check_tree(self) -> Step:
         count = len(self.nodes)
-        lengths = len(self.probabilities), len(self.parts)
-        if len(self.parents) != count or any(length not in (0, count) for length in lengths):
-            raise ValueError("nodes, parents, probabilities and parts differ in length")
+        if len(self.parents) != count or len(self.probabilities) not in (0, count):
+            raise ValueError("nodes, parents and probabilities differ in length")
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError("a parent does not come before its child")
         if any(not 0 <= node < count for node in (*self.accepted, *self.never_accept)):

@@ -1,4 +1,4 @@
-"""The union of several drafters: their candidates in one tree under one node budget."""
+"""N-grams and one source of heads in one tree."""
 
 from vllm_trie.extras.union.drafter import TrieUnionDrafter
 from vllm_trie.extras.union.options import TrieUnionOptions

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from vllm_trie.drafts import registry
 from vllm_trie.drafts.drafter import DrafterOptions
-from vllm_trie.extras.union.neural import NEURAL_METHODS, NeuralOptions
+from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
+from vllm_trie.extras.union.neural.options import NEURAL_METHODS, NeuralOptions
 
 METHOD = "trie_union"
-SHORT_NAMES = {"medusa": "medusa_dynamic", "ngram": "ngram_trie"}
+TEXT, HEADS = "ngram_trie", "medusa_dynamic"
+SHORT_NAMES = {"medusa": HEADS, "ngram": TEXT}
+_OF_TEXT = ("joint", "max_context_len", "max_depth")
+"""Options of Medusa's heads about the text, which n-grams read for them here."""
 
 
 class TrieUnionOptions(DrafterOptions):
     """Options of `trie_union`."""
 
     drafters: list[str | NeuralOptions] = Field(
-        default=["ngram_trie", "medusa_dynamic"],
+        default=[TEXT, HEADS],
         min_length=1,
-        max_length=8,
-        description="Methods whose candidates are merged; 'medusa' and 'ngram' are short for "
-        "medusa_dynamic and ngram_trie. One entry may be a trained drafter of vLLM's, as "
-        "{'method': 'eagle3', 'model': 'PATH'}.",
+        max_length=2,
+        description="'ngram_trie' and one source of heads: 'medusa_dynamic', or a trained drafter "
+        "of vLLM's as {'method': 'eagle3', 'model': 'PATH'}. 'ngram' and 'medusa' are short names.",
     )
     options: dict[str, dict[str, Any]] = Field(
         default={},
@@ -33,8 +36,10 @@ class TrieUnionOptions(DrafterOptions):
     @field_validator("drafters", mode="before")
     @classmethod
     def _check_entries(cls, entries: object) -> object:
-        """Refuse a trained drafter's name without its checkpoint, with a better message."""
-        for entry in entries if isinstance(entries, list) else ():
+        """Refuse entries that cannot be parts, with a better message than that of their type."""
+        if not isinstance(entries, list):
+            return entries
+        for entry in entries:
             if entry in NEURAL_METHODS:
                 raise ValueError(
                     f"{entry!r} is a trained drafter and needs its checkpoint; write "
@@ -47,45 +52,66 @@ class TrieUnionOptions(DrafterOptions):
                     f"drafter of vLLM's; allowed: {', '.join(NEURAL_METHODS)}. Write other parts "
                     "by their name alone, and their options into 'options'"
                 )
-        return entries
-
-    @field_validator("drafters")
-    @classmethod
-    def _check_drafters(cls, entries: list[str | NeuralOptions]) -> list[str | NeuralOptions]:
         full = [SHORT_NAMES.get(e, e) if isinstance(e, str) else e for e in entries]
-        methods = [name for name in registry.available_methods() if name != METHOD]
+        allowed = {TEXT, HEADS} & {*registry.available_methods()}
         for entry in full:
-            if isinstance(entry, NeuralOptions):
-                continue
-            # Next to other parts a window takes the place of candidates that are worth more.
-            if entry not in methods or registry.get_drafter_class(entry).has_window:
-                allowed = [m for m in methods if not registry.get_drafter_class(m).has_window]
-                raise ValueError(f"{entry!r} cannot be a part; allowed: {', '.join(allowed)}")
+            if isinstance(entry, str) and entry not in allowed:
+                raise ValueError(
+                    f"{entry!r} cannot be a part; allowed: {', '.join(sorted(allowed))}, and a "
+                    "trained drafter of vLLM's. Other methods draft alone: ask for one as 'method'"
+                )
             if full.count(entry) > 1:
                 raise ValueError(f"{entry!r} is named twice; name each part once")
-        if sum(isinstance(entry, NeuralOptions) for entry in full) > 1:
-            raise ValueError("two parts are trained drafters of vLLM's; name one of them")
+        heads = [entry for entry in full if entry != TEXT]
+        if len(heads) > 1:
+            raise ValueError(
+                f"{' and '.join(map(repr, heads))} are sources of heads, and a union takes one "
+                "besides 'ngram_trie'; name one of them"
+            )
+        if heads and TEXT not in full:
+            method = heads[0]["method"] if isinstance(heads[0], dict) else heads[0]
+            raise ValueError(
+                f"{entries!r} lacks 'ngram_trie', which drafts from the text; add it, or ask for "
+                f"method {method!r} instead of the union"
+            )
         return full
 
     @model_validator(mode="after")
     def _check_options(self) -> TrieUnionOptions:
         names = [entry for entry in self.drafters if isinstance(entry, str)]
-        for name in self.options:
+        for name, given in self.options.items():
             if SHORT_NAMES.get(name, name) not in names:
                 raise ValueError(
                     f"options has the key {name!r}, which is not one of the drafters; allowed: "
                     f"{', '.join(names) or 'none'}"
                 )
+            for key in _OF_TEXT if SHORT_NAMES.get(name, name) == HEADS else ():
+                if given.get(key, "context") != "context":
+                    raise ValueError(
+                        f"options[{name!r}][{key!r}]={given[key]!r} has no effect since 0.6: "
+                        "ngram_trie reads the text for the heads; leave it out, or ask for "
+                        f"method {HEADS!r} instead of the union"
+                    )
         for name in names:
-            registry.parse_options(name, self.of_part(name))
+            registry.parse_options(name, self._given(name))
         return self
 
     @property
-    def neural(self) -> NeuralOptions | None:
-        """The trained drafter among the parts, if there is one."""
+    def speculator(self) -> NeuralOptions | None:
+        """The trained drafter of vLLM's among the parts, if there is one."""
         return next((e for e in self.drafters if isinstance(e, NeuralOptions)), None)
 
-    def of_part(self, name: str) -> dict[str, Any]:
+    @property
+    def text(self) -> NgramTrieOptions:
+        """Options of the n-grams."""
+        return NgramTrieOptions.model_validate(self._given(TEXT))
+
+    @property
+    def heads(self) -> BaseModel:
+        """Options of Medusa's heads, which leave the text to the n-grams."""
+        return registry.parse_options(HEADS, {**self._given(HEADS), "joint": "product"})
+
+    def _given(self, name: str) -> dict[str, Any]:
         """Return the options given for a part."""
         for given, options in self.options.items():
             if SHORT_NAMES.get(given, given) == name:

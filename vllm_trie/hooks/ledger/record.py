@@ -24,7 +24,6 @@ TOKEN_LISTS = "the sampler returns the best of a list of tokens for each request
 PREFIX = "vLLM's CPU attention reads a shared prefix once"
 STATS = "proposers can report statistics"
 TESTED = "tree attention has been run on enough devices"
-PARTS = "a proposer can be a part of another, and gets the accepted tokens of a tree"
 SEARCH = "vLLM serves beam search inside its scheduler"
 UPSTREAM = "vllm-project/vllm issues 14426, 20316, 49197"
 """What would make most entries unnecessary, and issues that ask for beam search."""

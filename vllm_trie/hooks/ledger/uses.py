@@ -1,7 +1,6 @@
 """What the plugin calls, reads or relies on in vLLM, without code that could record it."""
 
 from vllm_trie.hooks.ledger.record import (
-    PARTS,
     PLUGGABLE,
     STATS,
     TESTED,
@@ -92,12 +91,6 @@ _verified("v1.worker.gpu_model_runner:GPUModelRunner._dummy_run", "called",
 _verified("v1.worker.gpu_model_runner:GPUModelRunner.finalize_kv_connector", "called",
     "in steps in which no drafts are wanted", "")
 
-_trained = Symbols(until=PARTS)
-_trained("config.speculative:SpeculativeConfig.use_gemma4_mtp", "called",
-    "refuses MTP layers that share the model's KV cache", "")
-_trained("config.speculative:SpeculativeConfig.use_multi_module_mtp", "called",
-    "refuses MTP with several modules on Model Runner V2", "")
-_trained("config.speculative:SpeculativeConfig.use_step3p5_mtp", "called", "the same", "")
 _method = Symbols(until=PLUGGABLE)
 _method("config.speculative:logger", "changed",
     "drops the warning that custom_class is experimental, once a method of the plugin uses it")
@@ -140,19 +133,6 @@ _check("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.maybe_setup_dummy
     "by the check at start-up: adapters of zeros, whose first is warmup_1", "lora_config")
 _check("v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.maybe_remove_all_loras", "called",
     "by the check at start-up, whatever happened", "lora_config")
-
-_v2_trained = Symbols(
-    "v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.",
-    "a speculator can be a part of another")
-_v2_trained("__init__", "relied on",
-    "makes draft_tokens, and num_speculative_steps, which is set to the length of the chains",
-    "vllm_config device")
-_v2_trained("_maybe_predict_acceptance", "set",
-    "keeps the probabilities of the tokens that are drafted", "logits idx_mapping draft_step")
-_v2_trained("propose", "set",
-    "drafts for the union, whose drafts it returns",
-    "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
-    "num_speculative_tokens")
 
 _check_cuda = Symbols(until=TESTED, platform="cuda")
 _check_cuda("v1.attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update", "called",

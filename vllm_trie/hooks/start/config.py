@@ -7,14 +7,13 @@ It has the switches and catalogues of beam search, and a speculative method with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vllm_trie.drafts import available_methods, parse_options
 from vllm_trie.drafts.registry import validated
 from vllm_trie.extras import brought, loaded
-from vllm_trie.extras.union.neural import NeuralOptions
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
@@ -83,6 +82,31 @@ AllOptions: type[EngineOptions] = create_model(
 """The options that every method has, those of extras included: an instance of their classes too."""
 
 
+class Speculator(Protocol):
+    """A trained drafter of vLLM's own that a method drafts with; its options."""
+
+    @property
+    def method(self) -> str:
+        """vLLM's name of its method."""
+
+    @property
+    def model(self) -> str | None:
+        """Folder or name of its checkpoint, None for one that the model has."""
+
+    def check(self, vllm_config: VllmConfig, verification: Verification) -> None:
+        """Refuse a complete configuration that it cannot draft in."""
+
+    def attach(self, speculator: Any, drafter: Any, propose: Any) -> None:
+        """Hand the method's drafter what vLLM has made, on Model Runner V2.
+
+        Args:
+            speculator: vLLM's.
+            drafter: The method's.
+            propose: Takes a step's batch, its hidden states and the limit on a draft; drafts with
+                the method.
+        """
+
+
 class TreeConfig(NamedTuple):
     """The speculation that was asked for, as workers read it."""
 
@@ -92,9 +116,9 @@ class TreeConfig(NamedTuple):
     engine_options: EngineOptions
 
     @property
-    def neural(self) -> NeuralOptions | None:
+    def speculator(self) -> Speculator | None:
         """The trained drafter of vLLM's that takes part, if one does."""
-        options: NeuralOptions | None = getattr(self.drafter_options, "neural", None)
+        options: Speculator | None = getattr(self.drafter_options, "speculator", None)
         return options
 
 
@@ -150,17 +174,18 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
     carried = own_part(vllm_config.additional_config)
     if speculative.model != PROPOSER_CLASS:
         # Of a trained drafter, or another method of vLLM's without the plugin.
-        return _parse_carried(carried) if "method" in carried else None
+        return parse_carried(carried) if "method" in carried else None
     if "method" not in carried:
         raise RefusedError(
             f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
             f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
             f"{', '.join(available_methods())} instead of naming the class"
         )
-    return _parse_carried(carried)
+    return parse_carried(carried)
 
 
-def _parse_carried(carried: Mapping[str, Any]) -> TreeConfig:
+def parse_carried(carried: Mapping[str, Any]) -> TreeConfig:
+    """Check what the plugin's part carries of a method."""
     return parse({k: v for k, v in carried.items() if k not in BEAM_KEYS})
 
 

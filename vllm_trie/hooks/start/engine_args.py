@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_trie.drafts import get_drafter_class
-from vllm_trie.drafts.engine.start.draft_support import check_trained_drafter, choose_verification
+from vllm_trie.drafts.engine.start.draft_support import choose_verification
 from vllm_trie.drafts.engine.start.translate import requested_method, translate
 from vllm_trie.extras import brought, loaded
 from vllm_trie.hooks.ledger.record import PLUGGABLE, Result, Symbols
@@ -98,8 +98,8 @@ def verify(vllm_config: VllmConfig) -> None:
     tree_config = config.read(vllm_config)
     if tree_config is not None:
         asked = tree_config.engine_options.verification
-        if tree_config.neural is not None:
-            check_trained_drafter(vllm_config, tree_config.neural, asked)
+        if tree_config.speculator is not None:
+            tree_config.speculator.check(vllm_config, asked)
         chosen = choose_verification(vllm_config, tree_config.method, asked)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)

@@ -159,7 +159,6 @@ def _run(trace: Trace, name: str, decode: Decode, speed: Speed | None) -> dict[s
         "about": about,
         "notice": _ENDS[trace.end],
         "speed": speed,
-        "parts": header.parts,
         "steps": steps,
     }
 

@@ -39,10 +39,8 @@ def asking(request_id: str, extra_args: Any = None, **params: Any) -> Any:
 
 
 def recorder_of(folder: Path, method: str = "ngram_trie", **options: Any) -> TraceRecorder:
-    """The recorder of an engine whose drafter merges two parts, whatever its method."""
     parsed = parse_options(method, options)
     drafter = get_drafter_class(method)(parsed, make_context())
-    drafter.parts_of = lambda request_id, tree: [3, 1, 2][: tree.num_nodes]
     tree_config = TreeConfig(method, None, parsed, AllOptions(trace_path=str(folder)))
     return TraceRecorder(folder, tree_config, drafter)
 
@@ -115,15 +113,14 @@ def test_steps_say_why_there_is_no_draft_and_who_drafted(recorder, tmp_path):
     (path,) = tmp_path.iterdir()
     steps = read_trace(path).steps
     assert [step.no_draft for step in steps] == expected
-    assert [step.parts for step in steps] == [[], [3, 1, 2], *[[]] * 6]
 
 
 def test_the_header_has_the_options(tmp_path):
-    recorder = recorder_of(tmp_path, "trie_union", drafters=["ngram_trie"])
+    recorder = recorder_of(tmp_path, recycle=False)
     recorder.begun([asking("a")])
     (path,) = tmp_path.iterdir()
     header = read_trace(path).header
-    assert header.parts == ["ngram_trie"]
+    assert header.options["recycle"] is False
     assert header.options["num_speculative_tokens"] == make_context().num_nodes
     assert "trace_path" not in header.options
     assert header.created is not None

@@ -161,7 +161,7 @@ def _launches_ahead(vllm_config: VllmConfig) -> bool:
     return (
         tree_config is not None
         and tree_config.engine_options.launch_ahead
-        and tree_config.neural is None
+        and tree_config.speculator is None
         and vllm_config.lora_config is None
         and vllm_config.parallel_config.world_size_across_dp == 1
     )
@@ -218,10 +218,8 @@ class RunnerV2Mixin(_Runner):
             logger.info("vllm-trie: CUDA graphs take drafts of one length only: %s", error)
             self.speculator.enable_adaptive_verification = False
             super().initialize_kv_cache(*arguments)
-        if not is_profiling:  # that cache is released again
-            self.adapter.attach_cache()
-            if self.aux_output_connector is not None:
-                take_shorter_steps(self.aux_output_connector)
+        if not is_profiling and self.aux_output_connector is not None:
+            take_shorter_steps(self.aux_output_connector)
 
     @_runner.overrides(
         "memory profiling sees the logits of a step with full drafts",
@@ -343,11 +341,11 @@ def init_speculator(
     """Make the plugin's speculator, or take in vLLM's; in place only while a worker makes its
     runner."""
     tree_config = config.read(vllm_config)
-    if tree_config is None or tree_config.neural is None:
+    if tree_config is None or tree_config.speculator is None:
         return HostSpeculator(vllm_config, device, req_states)
     speculator = original(vllm_config, device, req_states)
-    speculator.adapter = _make_adapter(vllm_config, device, req_states)
-    speculator.adapter.take_neural_drafter(speculator)
+    speculator.adapter = adapter = _make_adapter(vllm_config, device, req_states)
+    tree_config.speculator.attach(speculator, adapter.trees.guard.drafter, adapter.propose)
     return speculator
 
 

@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -53,7 +53,6 @@ from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import compact_on_device
 from vllm_trie.drafts.engine.verification.sampling import likeliest_on_device
 from vllm_trie.drafts.engine.verifier import TreeVerifier
-from vllm_trie.extras.union.neural.neural_v2 import V2Chains
 from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats, WaitCause
 
 if TYPE_CHECKING:
@@ -64,10 +63,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
     from vllm.v1.worker.gpu.states import RequestState
-
-    from vllm_trie.extras.union import TrieUnionDrafter
 
 _MOST_AHEAD = 2
 """Steps that asynchronous scheduling launches before it reads an output."""
@@ -142,7 +138,6 @@ class V2Adapter(Adapter):
         self._stats: TreeStats | None = None  # not sent yet
         if trees.budget is not None:
             trees.budget.drafting_waits = True
-        self._chains: V2Chains | None = None
 
     def step(self, scheduled: SchedulerOutput) -> Step:
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
@@ -212,18 +207,6 @@ class V2Adapter(Adapter):
         yield "end", None
 
     # -- start-up ----------------------------------------------------------------------------------
-
-    def take_neural_drafter(self, speculator: DraftModelSpeculator) -> None:
-        """Hand vLLM's speculator to the union that it is a part of."""
-        union = cast("TrieUnionDrafter", self.trees.guard.drafter)
-        assert union.neural is not None
-        length = min(union.neural.options.num_speculative_tokens, union.context.num_nodes)
-        self._chains = union.neural.source = V2Chains(speculator, length, self.propose)
-
-    def attach_cache(self) -> None:
-        """Learn that the runner's KV cache is there."""
-        if self._chains is not None:
-            self._chains.shorten()
 
     @property
     def num_places(self) -> int:

@@ -1,9 +1,9 @@
-"""How an engine verifies drafts, and the layers, states and trained drafters it cannot serve."""
+"""How an engine verifies drafts, and the layers and states it cannot serve."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -16,8 +16,6 @@ from vllm_trie.searches.engine.beam_support import reason_off
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-    from vllm_trie.extras.union.neural import NeuralOptions
 
 logger = init_logger(__name__)
 
@@ -133,82 +131,3 @@ def _is_partial(spec: KVCacheSpec | None) -> bool:
     return spec is not None and (
         type(spec) is not FullAttentionSpec or any(getattr(spec, n, None) for n in narrowing)
     )
-
-
-# -- trained drafters ------------------------------------------------------------------------------
-
-
-def check_trained_drafter(
-    vllm_config: VllmConfig, neural: NeuralOptions, asked: Verification
-) -> None:
-    """Refuse a complete configuration that the trained drafter cannot draft in.
-
-    Args:
-        vllm_config: Of the engine.
-        neural: The trained drafter.
-        asked: The option `verification`.
-
-    Raises:
-        RefusedError: Every reason at once.
-    """
-    if reasons := [
-        *_runner_problems(vllm_config, asked),
-        *_problems(vllm_config, neural),
-    ]:
-        raise RefusedError(
-            f"trie_union cannot run with {{'method': {neural.method!r}}} among its drafters here:"
-            "\n- " + "\n- ".join(reasons)
-        )
-
-
-def _runner_problems(vllm_config: VllmConfig, asked: Verification) -> Iterator[str]:
-    speculative: Any = vllm_config.speculative_config
-    if not vllm_config.use_v2_model_runner:
-        yield (
-            "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on "
-            "an NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's "
-            f"own method {speculative.method!r}"
-        )
-    if asked == "tree":
-        yield "vLLM's speculators read chains; leave verification='tree' out"
-    if speculative.use_multi_module_mtp():
-        yield "MTP with several modules is not supported; use vLLM's own method 'mtp'"
-
-
-def _problems(vllm_config: VllmConfig, neural: NeuralOptions) -> Iterator[str]:
-    speculative: Any = vllm_config.speculative_config
-    parallel = vllm_config.parallel_config
-    if speculative.method != neural.method:
-        yield (
-            f"vLLM takes the checkpoint {neural.model!r} for method {speculative.method!r}; write "
-            f"'method': {speculative.method!r} if it is allowed, or rename the folder, whose name "
-            "vLLM goes by"
-        )
-    elif speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
-        yield (
-            "the MTP layers of this model share the model's KV cache, which the plugin does not "
-            "handle; use vLLM's own method 'mtp' without trie_union"
-        )
-    for name, instead in (
-        ("data_parallel_size", "start one engine for each replica"),
-        ("tensor_parallel_size", "use vLLM's own method on several devices"),
-        ("pipeline_parallel_size", "use vLLM's own method on several devices"),
-    ):
-        if (size := getattr(parallel, name)) > 1:
-            # A drafter that one rank alone gives up would leave the others waiting for it.
-            yield f"{name}={size} is not supported; set it to 1, or {instead}"
-    if vllm_config.kv_transfer_config is not None:
-        yield "KV connectors (kv_transfer_config) are not supported; leave the setting out"
-    if vllm_config.model_config.supports_multimodal_inputs:
-        yield "models with multimodal inputs are not supported; use a text model"
-    if speculative.draft_model_config.uses_mrope:
-        yield "drafters with multimodal rotary positions (M-RoPE) are not supported"
-    for name, allowed in (
-        ("parallel_drafting", False),
-        ("draft_sample_method", "greedy"),
-        ("rejection_sample_method", "standard"),
-        ("use_local_argmax_reduction", False),
-        ("enable_adaptive_verification", False),
-    ):
-        if (value := getattr(speculative, name)) != allowed:
-            yield f"{name}={value!r} is not supported; leave it out or set it to {allowed!r}"

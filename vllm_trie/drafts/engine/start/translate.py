@@ -3,7 +3,7 @@
 vLLM's ``SpeculativeConfig`` knows a fixed list of methods and refuses unknown keys. The plugin
 therefore rewrites one of its methods to one of vLLM's (:mod:`.runner_choice`) with the plugin's
 proposer as its model, and carries the method's name and options in
-``additional_config["vllm_trie"]``. A union with a trained drafter becomes that drafter's method of
+``additional_config["vllm_trie"]``. A method with a trained drafter becomes that drafter's method of
 vLLM's, which loads its weights and gives it a KV cache.
 """
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafts import available_methods
 from vllm_trie.drafts.engine.start import arguments
-from vllm_trie.extras.union.neural import NEURAL_METHODS
 from vllm_trie.hooks.start import runner_choice
 from vllm_trie.hooks.start.config import (
     ALLOW_GPU,
@@ -24,6 +23,7 @@ from vllm_trie.hooks.start.config import (
     PROPOSER_CLASS,
     own_part,
     parse,
+    parse_carried,
     spelled,
 )
 from vllm_trie.refusal import RefusedError
@@ -72,9 +72,18 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     for name in named:
         if name in methods:
             return str(name)
-    if PROPOSER_CLASS in named or named[1] in NEURAL_METHODS:
+    if PROPOSER_CLASS in named or (named[1] is not None and named[1] == _speculator(engine_args)):
         return own_part(engine_args.additional_config).get("method")
     return None
+
+
+def _speculator(engine_args: EngineArgs) -> str | None:
+    """Return vLLM's method of the trained drafter that :func:`translate` wrote, if it did."""
+    carried = own_part(engine_args.additional_config)
+    if "method" not in carried:
+        return None
+    speculator = parse_carried(carried).speculator
+    return None if speculator is None else speculator.method
 
 
 def translate(engine_args: EngineArgs) -> None:
@@ -91,9 +100,8 @@ def translate(engine_args: EngineArgs) -> None:
         _refuse_options_without_method(engine_args)
         return
     asked, given = _asked_for(engine_args), _own_options(engine_args, method)
-    carried_method = own_part(engine_args.additional_config).get("method")
-    if asked.get("method") in NEURAL_METHODS and carried_method:  # this function wrote them
-        asked |= {"method": method, "model": None}
+    if asked.get("method") is not None and asked["method"] == _speculator(engine_args):
+        asked |= {"method": method, "model": None}  # this function wrote them
     _check_method(method, asked.pop("method", None))
     carried_model = given.pop("draft_model", None)
     if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
@@ -110,16 +118,16 @@ def translate(engine_args: EngineArgs) -> None:
     if draft_model is not None:
         carried["draft_model"] = draft_model
     parsed = parse(carried)  # the errors should reach the user now, not in a worker
-    is_v2 = stands_for == runner_choice.V2_METHOD or parsed.neural is not None
+    is_v2 = stands_for == runner_choice.V2_METHOD or parsed.speculator is not None
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
     num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
-    if is_v2 and parsed.neural is None:
+    if is_v2 and parsed.speculator is None:
         limits = _TIERS if runner_choice.takes_any_length(engine_args) else _TIERS_OF_ONE_LENGTH
         passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes, limits))
 
     model: str | None = PROPOSER_CLASS
-    if parsed.neural is not None:
-        stands_for, model = parsed.neural.method, parsed.neural.model
+    if parsed.speculator is not None:
+        stands_for, model = parsed.speculator.method, parsed.speculator.model
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
         **passed_on,
@@ -209,7 +217,7 @@ def _draft_model(method: str, model: object) -> object:
     if model in available_methods():
         raise RefusedError(
             f"the methods {method!r} and {model!r} (as the speculative model) differ; give one of "
-            "them, or ask for trie_union with both among its drafters"
+            "them"
         )
     return model
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from vllm_trie.drafts.drafter import DrafterOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 NeuralMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
 NEURAL_METHODS: tuple[str, ...] = get_args(NeuralMethod)
@@ -32,3 +35,16 @@ class NeuralOptions(DrafterOptions):
                 f"{{'method': {self.method!r}}} needs 'model', the folder or name of its checkpoint"
             )
         return self
+
+    def check(self, vllm_config: VllmConfig, verification: str) -> None:
+        """Refuse a complete configuration that it cannot draft in; see :mod:`.checks`."""
+        from vllm_trie.extras.union.neural.checks import check_trained_drafter
+
+        check_trained_drafter(vllm_config, self.method, self.model, verification)
+
+    def attach(self, speculator: Any, drafter: Any, propose: Any) -> None:
+        """Hand vLLM's speculator to the union, whose heads it becomes."""
+        from vllm_trie.extras.union.neural.chains import V2Chains
+
+        length = min(self.num_speculative_tokens, drafter.context.num_nodes)
+        drafter.heads = V2Chains(speculator, length, propose)

@@ -4,10 +4,10 @@
 //
 //   title, prompt, promptCut     texts; whether the prompt's beginning is missing
 //   labels                       token id -> its visible text
-//   runs[]                       method, about (request, date, options), notice, parts (names), speed
+//   runs[]                       method, about (request, date, options), notice, speed
 //                                ([factor over plain decoding, how it is known] or null), steps[]:
 //                                text, seconds, tokens, no_draft, and of the verified tree nodes,
-//                                parents, probabilities, never_accept, accepted, parts (bit masks),
+//                                parents, probabilities, never_accept, accepted,
 //                                origins (a letter a node, see ORIGINS)
 //   beams                        a search's trie (token_ids, parents, sums, fates, returned, scores),
 //                                texts, promptTokens, blockSize; or null
@@ -91,7 +91,7 @@ for (const run of data.runs) {
   run.starts = []; // output tokens before each step
   run.numTokens = 0;
   for (const step of run.steps) {
-    for (const key of ["nodes", "parents", "probabilities", "never_accept", "accepted", "parts"])
+    for (const key of ["nodes", "parents", "probabilities", "never_accept", "accepted"])
       step[key] ??= [];
     step.no_draft ??= run.starts.length ? "" : "prefill";
     run.starts.push(run.numTokens);

@@ -35,18 +35,16 @@ const drawing = (width, height, name, shapes) =>
 const OUTCOMES = { taken: "accepted", rejected: "rejected", window: "lookahead window, never accepted", bonus: "bonus token" };
 
 /** Return what is known of a node, in words. */
-function nodeTip(run, { token, share, kind, mask, origin }) {
-  const parts = run.parts.filter((_, part) => mask & (1 << part));
+function nodeTip({ token, share, kind, origin }) {
   return [`${label(token)}: token ${token}`, share === undefined ? "" : `predicted probability ${percent(share)}`, OUTCOMES[kind],
-    origin && kind !== "window" ? (origin === "e" ? "its n-gram is new" : `its n-gram occurs in the ${ORIGINS[origin]}`) : "",
-    parts.length ? `drafted by ${parts.join(" and ")}` : ""].filter(Boolean).join(", ");
+    origin && kind !== "window" ? (origin === "e" ? "its n-gram is new" : `its n-gram occurs in the ${ORIGINS[origin]}`) : ""].filter(Boolean).join(", ");
 }
 
 /** Return the nodes of a step's tree, and the bonus token behind them. */
 function nodesOf(step) {
   const never = new Set(step.never_accept), accepted = new Set(step.accepted);
   const nodes = step.nodes.map((token, node) => ({
-    token, node, parent: step.parents[node], share: step.probabilities[node], mask: step.parts[node], origin: step.origins?.[node],
+    token, node, parent: step.parents[node], share: step.probabilities[node], origin: step.origins?.[node],
     kind: accepted.has(node) ? "taken" : never.has(node) ? "window" : "rejected",
   }));
   if (step.tokens.length > step.accepted.length)
@@ -91,7 +89,7 @@ function drawTree(run, step, withWindow) {
       "stroke-width": (kind === "bonus" ? 1.8 : 1 + 2.5 * (path.nodes[0].share ?? 0.1)).toFixed(1),
     }));
     const shown = share === undefined ? [] : [svg("text", { class: "share", x: path.right + 4, y: y(path) - 3 }, percent(share))];
-    boxes.push(box(x, y(path), path.texts, kind, path.nodes.map((node) => nodeTip(run, node)).join("\n"), ...shown));
+    boxes.push(box(x, y(path), path.texts, kind, path.nodes.map((node) => nodeTip(node)).join("\n"), ...shown));
   }
   const dot = svg("circle", { class: "root", cx: MARGIN, cy: y(undefined), r: 4 });
   const name = `Draft tree of ${plural(step.nodes.length, "node")}; accepted: ` +
@@ -100,15 +98,13 @@ function drawTree(run, step, withWindow) {
 }
 
 /** Return where a step's nodes are from: how many, and how many of them were accepted. */
-function sources(run, step) {
+function sources(step) {
   const nodes = nodesOf(step).filter(({ kind }) => kind === "taken" || kind === "rejected");
   const counted = (name, isFrom) => {
     const from = nodes.filter(isFrom), accepted = from.filter(({ kind }) => kind === "taken").length;
     return from.length ? [`${name} ${from.length}${accepted ? ` (${accepted} accepted)` : ""}`] : [];
   };
-  const texts = Object.entries(ORIGINS).flatMap(([letter, name]) => counted(name, ({ origin }) => origin === letter));
-  const parts = run.parts.flatMap((name, part) => counted(name, ({ mask }) => mask & (1 << part)));
-  return [texts, parts].map((counts) => counts.join(", ")).filter(Boolean).join(" · ");
+  return Object.entries(ORIGINS).flatMap(([letter, name]) => counted(name, ({ origin }) => origin === letter)).join(", ");
 }
 
 function treeCard(run, index, stepIndex) {
@@ -139,7 +135,7 @@ function treeCard(run, index, stepIndex) {
     card.append(html("p", { class: "empty" }, NO_DRAFT[step.no_draft]));
     return { card };
   }
-  card.append(html("p", { class: "facts", title: "Where the n-gram of a node occurs before it; elsewhere: other requests, a corpus or a model" }, sources(run, step)));
+  card.append(html("p", { class: "facts", title: "Where the n-gram of a node occurs before it; elsewhere: other requests, a corpus or a model" }, sources(step)));
   const { picture, end } = drawTree(run, step, state.withWindow.has(index));
   const panel = html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Tree of ${run.method}` }, picture);
   card.append(panel);

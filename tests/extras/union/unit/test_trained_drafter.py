@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.drafts.engine.start import draft_support
-from vllm_trie.extras.union.neural import NeuralOptions
+from vllm_trie.extras.union.neural.options import NeuralOptions
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
 
@@ -45,7 +44,7 @@ def configuration(**changes: Any) -> Any:
 
 
 def test_what_it_can_draft_in_passes():
-    draft_support.check_trained_drafter(configuration(), EAGLE, "auto")
+    EAGLE.check(configuration(), "auto")
 
 
 @pytest.mark.parametrize(
@@ -66,10 +65,10 @@ def test_what_it_can_draft_in_passes():
 )
 def test_others_are_refused(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
-        draft_support.check_trained_drafter(configuration(**changes), EAGLE, "auto")
+        EAGLE.check(configuration(**changes), "auto")
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
 
 
 def test_trees_are_refused():
     with pytest.raises(ValueError, match="leave verification='tree' out"):
-        draft_support.check_trained_drafter(configuration(), EAGLE, "tree")
+        EAGLE.check(configuration(), "tree")

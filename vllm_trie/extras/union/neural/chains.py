@@ -2,10 +2,10 @@
 
 The speculator runs in every step, as it does for vLLM's own method: chains are verified at their
 flat positions, so that its KV cache follows the accepted tokens without help. Its passes are only
-queued. The host drafts from text meanwhile, and waits for the chains where a union asks for them::
+queued, and the host waits for the chains where the union drafts::
 
     device   [ step ][ sampled tokens ][ passes of the speculator ][ chains ]
-    host                              [ n-grams ]  waits                    [ union ]
+    host                                                    waits            [ union ]
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
-from vllm_trie.extras.union.neural import Chains
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.ngrams import Candidates
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -28,13 +29,13 @@ be verified, int64 [requests, N]."""
 
 
 class V2Chains:
-    """The source of a :class:`~vllm_trie.extras.union.neural.NeuralDrafter`'s chains.
+    """A source of heads: each predicts one token, that of the chain.
 
     Args:
         speculator: vLLM's, as made. Its ``propose`` is replaced by one that returns the union's
             drafts, and its estimate of acceptance by one that keeps probabilities.
         length: Tokens of a chain, at most N.
-        propose: The union, which calls :meth:`draft`.
+        propose: The union, which calls :meth:`candidates`.
     """
 
     def __init__(self, speculator: Any, length: int, propose: Propose) -> None:
@@ -49,23 +50,25 @@ class V2Chains:
         self._rows: Mapping[str, int] = {}
         self._chains: tuple[np.ndarray, np.ndarray] | None = None
         self._copied = torch.cuda.Event(blocking=True)
+        self._make_graphs: Callable[..., None] = speculator.init_cudagraph_manager
         speculator.propose = self._propose
+        speculator.init_cudagraph_manager = self._init_cudagraph_manager
         speculator._maybe_predict_acceptance = self._keep_probabilities
 
-    def shorten(self) -> None:
-        """Let the speculator make no more passes than a chain needs.
-
-        Once the speculator has its CUDA graphs' managers, whose batches verify N tokens a request.
-        """
-        self._speculator.num_speculative_steps = self._length
-
-    def draft(self, request_ids: Sequence[str]) -> Chains:
+    def candidates(self, requests: Sequence[DraftRequest]) -> Candidates:
         """Wait for the step's chains and return those of some requests."""
         self._copied.synchronize()
         assert self._chains is not None
-        rows = [self._rows[request_id] for request_id in request_ids]
-        tokens, probabilities = (chains[rows] for chains in self._chains)
-        return Chains(tokens.astype(np.int32), probabilities)
+        rows = [self._rows[request.request_id] for request in requests]
+        tokens, probabilities = (chains[rows][:, :, None] for chains in self._chains)
+        return Candidates(tokens.astype(np.int32), probabilities)
+
+    def _init_cudagraph_manager(self, cudagraph_mode: object) -> None:
+        """Let the speculator make no more passes than a chain needs, once it has its managers of
+        CUDA graphs, whose batches verify N tokens a request."""
+        self._speculator.num_speculative_steps = self._probabilities.shape[1]
+        self._make_graphs(cudagraph_mode)
+        self._speculator.num_speculative_steps = self._length
 
     def _propose(
         self,

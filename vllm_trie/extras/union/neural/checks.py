@@ -1,0 +1,112 @@
+"""Configurations that a trained drafter cannot draft in, and what of vLLM it relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.hooks.ledger.record import Symbols
+from vllm_trie.refusal import RefusedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# fmt: off
+_refused = Symbols(
+    "config.speculative:SpeculativeConfig.",
+    "a proposer can be a part of another, and gets the accepted tokens of a tree")
+_refused("use_gemma4_mtp", "called", "refuses MTP layers that share the model's KV cache", "")
+_refused("use_multi_module_mtp", "called",
+    "refuses MTP with several modules on Model Runner V2", "")
+_refused("use_step3p5_mtp", "called", "the same", "")
+_speculator = Symbols(
+    "v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.",
+    "a speculator can be a part of another")
+_speculator("__init__", "relied on",
+    "makes draft_tokens, and num_speculative_steps, which is set to the length of the chains",
+    "vllm_config device")
+_speculator("_maybe_predict_acceptance", "set",
+    "keeps the probabilities of the tokens that are drafted", "logits idx_mapping draft_step")
+_speculator("init_cudagraph_manager", "set",
+    "shortens the chains once there are graphs of whole batches", "cudagraph_mode")
+_speculator("propose", "set",
+    "drafts for the union, whose drafts it returns",
+    "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
+    "num_speculative_tokens")
+# fmt: on
+
+
+def check_trained_drafter(
+    vllm_config: VllmConfig, method: str, model: str | None, asked: str
+) -> None:
+    """Refuse a complete configuration that the trained drafter cannot draft in.
+
+    Args:
+        vllm_config: Of the engine.
+        method, model: Of the trained drafter.
+        asked: The option `verification`.
+
+    Raises:
+        RefusedError: Every reason at once.
+    """
+    if reasons := [
+        *_runner_problems(vllm_config, asked),
+        *_problems(vllm_config, method, model),
+    ]:
+        raise RefusedError(
+            f"trie_union cannot run with {{'method': {method!r}}} among its drafters here:"
+            "\n- " + "\n- ".join(reasons)
+        )
+
+
+def _runner_problems(vllm_config: VllmConfig, asked: str) -> Iterator[str]:
+    speculative: Any = vllm_config.speculative_config
+    if not vllm_config.use_v2_model_runner:
+        yield (
+            "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on "
+            "an NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's "
+            f"own method {speculative.method!r}"
+        )
+    if asked == "tree":
+        yield "vLLM's speculators read chains; leave verification='tree' out"
+    if speculative.use_multi_module_mtp():
+        yield "MTP with several modules is not supported; use vLLM's own method 'mtp'"
+
+
+def _problems(vllm_config: VllmConfig, method: str, model: str | None) -> Iterator[str]:
+    speculative: Any = vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
+    if speculative.method != method:
+        yield (
+            f"vLLM takes the checkpoint {model!r} for method {speculative.method!r}; write "
+            f"'method': {speculative.method!r} if it is allowed, or rename the folder, whose name "
+            "vLLM goes by"
+        )
+    elif speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
+        yield (
+            "the MTP layers of this model share the model's KV cache, which the plugin does not "
+            "handle; use vLLM's own method 'mtp' without trie_union"
+        )
+    for name, instead in (
+        ("data_parallel_size", "start one engine for each replica"),
+        ("tensor_parallel_size", "use vLLM's own method on several devices"),
+        ("pipeline_parallel_size", "use vLLM's own method on several devices"),
+    ):
+        if (size := getattr(parallel, name)) > 1:
+            # A drafter that one rank alone gives up would leave the others waiting for it.
+            yield f"{name}={size} is not supported; set it to 1, or {instead}"
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV connectors (kv_transfer_config) are not supported; leave the setting out"
+    if vllm_config.model_config.supports_multimodal_inputs:
+        yield "models with multimodal inputs are not supported; use a text model"
+    if speculative.draft_model_config.uses_mrope:
+        yield "drafters with multimodal rotary positions (M-RoPE) are not supported"
+    for name, allowed in (
+        ("parallel_drafting", False),
+        ("draft_sample_method", "greedy"),
+        ("rejection_sample_method", "standard"),
+        ("use_local_argmax_reduction", False),
+        ("enable_adaptive_verification", False),
+    ):
+        if (value := getattr(speculative, name)) != allowed:
+            yield f"{name}={value!r} is not supported; leave it out or set it to {allowed!r}"
