@@ -15,7 +15,6 @@ from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
 from vllm_trie.drafts.ngram_trie.drafter import BLEND
 from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Source, native
-from vllm_trie.extras.heads.candidates import BLEND as MEDUSA_BLEND
 
 Gram = tuple[int, ...]
 
@@ -108,6 +107,7 @@ def test_counts_are_those_of_the_texts_that_are_left(edits, max_order):
     assert index.num_tokens == sum(item >= 0 for text in texts for item in text)
 
 
+OF_BOTH = BLEND._replace(min_order=1, min_left_for_heads=1e-6)
 HEADS_BLEND = Blend(
     own=Source(0.2, 0.7),
     shared=Source(4.0, 0.8),
@@ -144,7 +144,7 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
         st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
     ),
     st.one_of(st.none(), head_candidates()),
-    st.sampled_from([BLEND, MEDUSA_BLEND, HEADS_BLEND]),
+    st.sampled_from([BLEND, OF_BOTH, HEADS_BLEND]),
     st.integers(0, 4),
 )
 def test_compiled_core_equals_its_twin(

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.drafters.lookahead.driver import Decoding
-from tests.unit.drafters.lookahead.reference import toy_target
-from tests.unit.drafters.medusa.support import HIDDEN, make_requests, random_heads
-from tests.unit.drafters.medusa.support import VOCAB as OF_HEADS
+from tests.extras.heads.unit.support import HIDDEN, make_requests, random_heads
+from tests.extras.heads.unit.support import VOCAB as OF_HEADS
+from tests.unit.drafters.decoding import Decoding, toy_target
 from tests.unit.drafters.support import by_path, end, make_context, make_drafter, make_request
 from tests.unit.tree.strategies import paths_of
 from vllm_trie.drafts import DraftRequest

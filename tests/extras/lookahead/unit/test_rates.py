@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.lookahead.driver import Decoding
-from tests.unit.drafters.lookahead.reference import toy_target
+from tests.unit.drafters.decoding import Decoding, toy_target
 from tests.unit.drafters.support import end, make_context, make_request
 from vllm_trie.extras.lookahead import LookaheadDrafter, LookaheadOptions
 from vllm_trie.extras.lookahead.candidates import CandidateTrie

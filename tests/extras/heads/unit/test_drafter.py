@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.drafters.medusa.support import (
+from tests.extras.heads.unit.support import (
     VOCAB,
     describe,
     make_medusa,

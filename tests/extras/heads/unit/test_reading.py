@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.drafters.medusa.support import (
+from tests.extras.heads.unit.support import (
     HIDDEN,
     VOCAB,
     describe,

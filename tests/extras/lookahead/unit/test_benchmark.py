@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.lookahead import CountedLookahead, IndependentLookahead, repeat_shared_prefixes
 
-from tests.unit.drafters.lookahead.driver import Decoding, verify
-from tests.unit.drafters.lookahead.reference import toy_target
+from tests.unit.drafters.decoding import Decoding, toy_target, verify
 from tests.unit.drafters.support import make_context
 from vllm_trie.extras.lookahead import LookaheadOptions
 from vllm_trie.extras.lookahead.candidates import CandidateTrie

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.lookahead.driver import Decoding, verify
-from tests.unit.drafters.lookahead.reference import TwoBranchDecoder, toy_target
+from tests.extras.lookahead.unit.reference import TwoBranchDecoder
+from tests.unit.drafters.decoding import Decoding, toy_target, verify
 from tests.unit.drafters.support import end, make_context, make_request
 from vllm_trie.drafts import VerifiedStep
 from vllm_trie.extras.lookahead import LookaheadDrafter, LookaheadOptions

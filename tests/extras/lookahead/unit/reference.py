@@ -1,24 +1,11 @@
-"""Lookahead decoding as the paper tells it, token by token, and a toy model to decode with."""
+"""Lookahead decoding as the paper tells it, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-Target = Callable[[Sequence[int]], int]
-"""The greedy next token after the tokens that are seen."""
-
-
-def toy_target(vocab_size: int, order: int = 2) -> Target:
-    """A model whose next token depends on the last `order` tokens, so that text repeats itself."""
-
-    def target(tokens: Sequence[int]) -> int:
-        value = 7
-        for token in tokens[-order:]:
-            value = value * 31 + token * 17 + 5
-        return value // 3 % vocab_size
-
-    return target
+from tests.unit.drafters.decoding import Target
 
 
 class Cell(NamedTuple):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.unit.drafters.lookahead.reference import Target
 from tests.unit.drafters.support import make_request
 from vllm_trie.drafts import Drafter, VerifiedStep
 from vllm_trie.tree import TokenTree, accept_greedy
+
+Target = Callable[[Sequence[int]], int]
+"""The greedy next token after the tokens that are seen."""
+
+
+def toy_target(vocab_size: int, order: int = 2) -> Target:
+    """A model whose next token depends on the last `order` tokens, so that text repeats itself."""
+
+    def target(tokens: Sequence[int]) -> int:
+        value = 7
+        for token in tokens[-order:]:
+            value = value * 31 + token * 17 + 5
+        return value // 3 % vocab_size
+
+    return target
 
 
 def verify(tree: TokenTree, tokens: Sequence[int], target: Target) -> VerifiedStep:

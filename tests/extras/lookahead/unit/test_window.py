@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.lookahead.reference import Cell, TwoBranchDecoder, toy_target, visible
+from tests.extras.lookahead.unit.reference import Cell, TwoBranchDecoder, visible
+from tests.unit.drafters.decoding import toy_target
 from vllm_trie.extras.lookahead.candidates import CandidateTrie
 from vllm_trie.extras.lookahead.options import window_nodes
 from vllm_trie.extras.lookahead.pool import Candidate
