@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync")
 _FLAGS += ("--disable-background-networking", "--disable-component-update")
-_KEYS = {" ": ("Space", 32), "Home": ("Home", 36), "End": ("End", 35)}
-_KEYS |= {"ArrowLeft": ("ArrowLeft", 37), "ArrowRight": ("ArrowRight", 39)}
+_KEYS = {" ": 32, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowRight": 39}
 
 
 class Tab:
@@ -50,22 +49,20 @@ class Tab:
             self._take(answer.get("method"), answer.get("params", {}))
 
     def _take(self, method: str | None, event: dict[str, Any]) -> None:
+        level = event.get("type") or event.get("entry", {}).get("level")
         if method == "Network.requestWillBeSent":
             self.requests.append(event["request"]["url"])
-        elif method == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(event["exceptionDetails"])[:1000])
-        elif method == "Runtime.consoleAPICalled" and event["type"] in ("error", "warning"):
-            self.problems.append(json.dumps(event["args"])[:1000])
-        elif method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
-            self.problems.append(event["entry"]["text"])
+        elif method == "Runtime.exceptionThrown" or (
+            method in ("Runtime.consoleAPICalled", "Log.entryAdded")
+            and level in ("error", "warning")
+        ):
+            self.problems.append(json.dumps(event)[:1000])
 
     def open(self, path: Path) -> None:
         """Load a file and wait until it is shown."""
         self._call("Page.navigate", url=path.as_uri())
-        deadline = time.monotonic() + 30
-        while self.run("document.readyState + location.href") != f"complete{path.as_uri()}":
-            assert time.monotonic() < deadline, "the page does not load"
-            time.sleep(0.05)
+        expected = f"complete{path.as_uri()}"
+        wait(lambda: self.run("document.readyState + location.href") == expected, "page loads")
 
     def run(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
@@ -86,8 +83,7 @@ class Tab:
     def press(self, *keys: str) -> None:
         """Press and release keys, one after another."""
         for key in keys:
-            code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key[0].upper())))
-            fields = {"key": key, "code": code, "windowsVirtualKeyCode": number}
+            fields = {"key": key, "windowsVirtualKeyCode": _KEYS.get(key, ord(key[0].upper()))}
             text = {"text": key} if len(key) == 1 else {}
             self._call("Input.dispatchKeyEvent", type="keyDown", **fields, **text)
             self._call("Input.dispatchKeyEvent", type="keyUp", **fields)
@@ -104,6 +100,14 @@ class Tab:
             self._call("Input.dispatchMouseEvent", type=kind, **where)
 
 
+def wait(ready: Callable[[], bool], what: str) -> None:
+    """Wait for something to happen."""
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.05)
+
+
 @contextmanager
 def chromium() -> Iterator[Tab]:
     """Start a browser with a profile of its own; end it with the block."""
@@ -113,8 +117,10 @@ def chromium() -> Iterator[Tab]:
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen([CHROMIUM, *flags, "about:blank"], **silent)
         try:
-            port = _port(process, Path(profile) / "DevToolsActivePort")
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=30) as answer:
+            file = Path(profile) / "DevToolsActivePort"
+            wait(lambda: file.exists() and bool(file.read_text()), "port of Chromium")
+            address = f"http://127.0.0.1:{file.read_text().split()[0]}/json/list"
+            with urllib.request.urlopen(address, timeout=30) as answer:
                 targets = json.load(answer)
             (page,) = [target for target in targets if target["type"] == "page"]
             with connect(page["webSocketDebuggerUrl"], max_size=None, proxy=None) as connection:
@@ -122,13 +128,3 @@ def chromium() -> Iterator[Tab]:
         finally:
             process.kill()
             process.wait()
-
-
-def _port(process: subprocess.Popen[bytes], file: Path) -> int:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"chromium ended with status {process.returncode}"
-        if file.exists() and (lines := file.read_text().split()):
-            return int(lines[0])
-        time.sleep(0.05)
-    raise AssertionError("chromium opens no port for its DevTools protocol")

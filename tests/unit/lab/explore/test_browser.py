@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
-import time
-
 import pytest
 
-from tests.unit.lab.explore.browser import CHROMIUM, Tab, chromium
+from tests.unit.lab.explore.browser import CHROMIUM, Tab, chromium, wait
 from tests.unit.lab.explore.samples import WORDS, decode, generation, search
 from vllm_trie.lab.explore.page import page
 
@@ -35,27 +31,22 @@ def pages(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def _browser():
+def browser():
     with chromium() as tab:
         yield tab
 
 
 @pytest.fixture
-def show(_browser, pages):
+def show(browser, pages):
     """Open a page; after the test, check that nothing failed and nothing was fetched."""
-    _browser.problems.clear()
-    _browser.requests.clear()
-
-    def opened(name: str) -> Tab:
-        _browser.open(pages[name])
-        return _browser
-
-    yield opened
-    _browser.run("0")  # takes in the events so far
-    assert _browser.problems == []
+    browser.problems.clear()
+    browser.requests.clear()
+    yield lambda name: browser.open(pages[name]) or browser
+    browser.run("0")  # takes in the events so far
+    assert browser.problems == []
     addresses = {path.as_uri() for path in pages.values()}
-    assert {address.partition("#")[0] for address in _browser.requests} <= addresses
-    assert _browser.run("window.pwned") is None
+    assert {address.partition("#")[0] for address in browser.requests} <= addresses
+    assert browser.run("window.pwned") is None
 
 
 def place(tab: Tab) -> int:
@@ -79,10 +70,7 @@ def test_keys_and_pointer(show):
         tab.press(*keys)
         assert place(tab) == expected
     tab.press(" ")
-    deadline = time.monotonic() + 20
-    while int(tab.text("#place b")) < 3:
-        assert time.monotonic() < deadline, "it does not play"
-        time.sleep(0.1)
+    wait(lambda: int(tab.text("#place b")) >= 3, "step is played")
     tab.press(" ", "Home")
     for selector, expected in (('[aria-label="Next step"]', 2), ("#text [data-step='4']", 5)):
         tab.click(selector)
@@ -107,7 +95,6 @@ def test_the_text_and_the_trees_are_those_of_the_trace(show):
     assert tab.count(f"{tree} .taken li.accepted") == len(step.accepted)
     assert tab.count(f"{tree} g.node.bonus tspan") == 1
     assert tab.count(f"{tree} .share") == tab.count(f"{tree} g.node") - 1
-    assert re.fullmatch(r"\d\.\d\d×", tab.text(".lane[aria-pressed=true] .strong"))
     tab.press("s")
     slowest = max(STEPS[1:], key=lambda step: step.seconds / len(step.tokens))
     assert place(tab) == STEPS.index(slowest) + 1
@@ -154,8 +141,8 @@ def test_hostile_text_is_shown(show):
     text = tab.text("#text")
     assert text == readable(decode([t for step in TRACES[0].steps for t in step.tokens]))
     assert WORDS[21] in text
-    # Labels that are names of every object's properties.
-    assert json.loads(tab.run("JSON.stringify(data.labels)"))["26"] == "constructor"
+    # A label that is the name of a property of every object.
+    assert tab.run("data.labels[26]") == "constructor"
     # Even a script that found its way in would not run.
     tab.run("document.body.append(Object.assign(document.createElement('script'),"
             "{textContent: 'window.pwned = 1'}))")  # fmt: skip

@@ -31,55 +31,38 @@ HOSTILE = [
 ]
 
 
-def hostile(token_ids: Sequence[int]) -> str:
-    return "".join(HOSTILE[token % len(HOSTILE)] for token in token_ids)
-
-
-def a_page(end: str = "complete") -> str:
-    tokens = list(range(len(HOSTILE)))
-    tree = TokenTree.from_lists(tokens, [-1] * len(tokens))
-    header = Header.of("</script>", "ngram_trie", "a/<b>model", "t", tokens)
-    return page([Trace(header, [Step.of(tree, (3,), (3, 4), 0.1)], end)], hostile)
-
-
-class Elements(HTMLParser):
-    """Start tags with their attributes, and the content of scripts."""
+class Scripts(HTMLParser):
+    """The content of a page's scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
+        self.contents: list[str] = []
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
     def handle_data(self, data: str) -> None:
-        if self.tags and self.tags[-1][0] == "script":
-            self.scripts.append(data)
+        if self.cdata_elem == "script":
+            self.contents.append(data)
 
 
 @given(st.text())
 def test_any_text_arrives(text):
     header = Header.of("", "plain", "m", "t", [0])
     content = page([Trace(header, [], "complete")], lambda token_ids: text, title=text)
-    elements = Elements(content)
-    document = json.loads(elements.scripts[0])
+    document = json.loads(Scripts(content).contents[0])
     assert (document["prompt"], document["title"]) == (text, text or "m")
     data = re.search(r'id="data">(.*?)</script>', content, re.DOTALL)
     assert not set("<>&") & set(data[1])
 
 
 def test_nothing_comes_from_elsewhere():
-    text = a_page()
-    for tag, attributes in Elements(text).tags:
-        assert tag not in ("link", "iframe", "object", "base", "img")
-        assert not {"src", "href", "style"} & attributes.keys(), tag
-        assert not [name for name in attributes if name.startswith("on")]
+    tokens = list(range(len(HOSTILE)))
+    tree = TokenTree.from_lists(tokens, [-1] * len(tokens))
+    header = Header.of("</script>", "ngram_trie", "a/<b>model", "t", tokens)
+    steps = [Step.of(tree, (3,), (3, 4), 0.1)]
+    text = page([Trace(header, steps, "complete")], lambda ids: "".join(HOSTILE[i] for i in ids))
     assert "default-src 'none'" in text
-    assert "url(" not in text
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
-    script = Elements(text).scripts[1]
+    _, script = Scripts(text).contents
     assert not re.search(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|eval\(", script)
 
 
