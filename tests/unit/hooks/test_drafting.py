@@ -35,6 +35,7 @@ class ScriptedDrafter(Drafter):
         self.behaviours = behaviours
         self.asked: list[list[str]] = []
         self.ended: dict[str, list[int]] = {}
+        self.at_end: Behaviour = str
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         self.asked.append([r.request_id for r in requests])
@@ -42,6 +43,7 @@ class ScriptedDrafter(Drafter):
 
     def released(self, request: DraftRequest, output: np.ndarray) -> None:
         self.ended[request.request_id] = output.tolist()
+        self.at_end(request)
 
 
 def guard(drafter: Drafter, time_limit_s: float = 30.0) -> GuardedDrafter:
@@ -60,14 +62,12 @@ def fail(request: DraftRequest) -> TokenTree:
     raise RuntimeError(f"a bug with {request.request_id}")
 
 
-def dawdle(request: DraftRequest) -> TokenTree:
-    time.sleep(0.1)
-    return GOOD
-
-
-def fail_late(request: DraftRequest) -> TokenTree:
-    time.sleep(0.1)
-    raise ValueError("too late to matter")
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds of a clock that tests advance."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
 
 
 MALFORMED: dict[str, Callable[[], Any]] = {
@@ -121,59 +121,59 @@ def test_a_chain_where_a_chain_is_asked_for():
     assert tree.is_chain
 
 
-@pytest.mark.parametrize("behaviour", [dawdle, fail_late])
-def test_a_drafter_that_takes_too_long_rests_and_is_tried_again(behaviour, monkeypatch):
-    drafter = ScriptedDrafter({"b": behaviour})
-    guarded = guard(drafter, time_limit_s=0.05)
-    assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
-    assert guarded.failures == {"error": 0, "malformed": 0, "timeout": 1, "start_check": 0}
-    drafter.asked.clear()
-    drafter.behaviours.clear()
+LIMIT_S = 0.5
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_drafter_that_takes_too_long_rests_longer_each_time(clock, caplog, raises):
+    def dawdle(request: DraftRequest) -> TokenTree:
+        clock.now += 2 * LIMIT_S
+        return fail(request) if raises else GOOD
+
+    drafter = ScriptedDrafter({"b": dawdle})
+    guarded = guard(drafter, LIMIT_S)
+    pauses = [FIRST_PAUSE_S * 2**n for n in range(6)]
+    for number, pause in enumerate([*pauses, LONGEST_PAUSE_S, LONGEST_PAUSE_S], 1):
+        assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
+        assert guarded.failures == dict.fromkeys(guarded.failures, 0) | {"timeout": number}
+        clock.now += pause - 1
+        assert sizes(guarded.propose(requests("ac"))) == [0, 0]
+        assert drafter.asked == [["a", "b", "c"]] * number
+        clock.now += 2
+    first = caplog.messages[0]
+    assert f"longer than draft_timeout_s={LIMIT_S}; drafting rests for 60 s" in first
+
+
+def test_requests_that_end_in_a_pause_are_told_after_it_without_their_text(clock):
+    def dawdle(request: DraftRequest) -> TokenTree:
+        clock.now += 2 * LIMIT_S
+        return GOOD
+
+    drafter = ScriptedDrafter({"b": dawdle})
+    guarded = guard(drafter, LIMIT_S)
+    guarded.propose(requests("b"))
     guarded.release("b", make_request([1, 2, 3, 4], "b", num_prompt_tokens=3))
     guarded.release("never drafted", None)
-    assert sizes(guarded.propose(requests("ac"))) == [0, 0]
-    assert (drafter.asked, drafter.ended) == ([], {})
-    now = time.perf_counter()
-    monkeypatch.setattr(time, "perf_counter", lambda: now + FIRST_PAUSE_S)
+    assert drafter.ended == {}
+    clock.now += FIRST_PAUSE_S
     assert sizes(guarded.propose(requests("ac"))) == [GOOD.num_nodes] * 2
     assert drafter.ended == {"b": []}, "texts would pile up"
 
 
-def test_each_pause_is_twice_the_last_up_to_the_longest(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+def test_nobody_waits_twice_when_the_culprit_is_looked_for(clock):
+    """A batch that fails is tried request by request; the first that takes too long ends that."""
 
-    def dawdle_without_waiting(request: DraftRequest) -> TokenTree:
-        nonlocal now
-        now += 1.0
+    def dawdle(request: DraftRequest) -> TokenTree:
+        if len(drafter.asked[-1]) > 1:
+            return fail(request)
+        clock.now += 2 * LIMIT_S
         return GOOD
 
-    drafter = ScriptedDrafter({"a": dawdle_without_waiting})
-    guarded = guard(drafter, time_limit_s=0.5)
-    pauses = [60, 120, 240, 480, 960, 1920, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
-    for number, pause in enumerate(pauses, 1):
-        guarded.propose(requests("a"))
-        assert len(drafter.asked) == number
-        now += pause - 1
-        guarded.propose(requests("a"))
-        assert len(drafter.asked) == number
-        now += 2
-
-
-def test_nobody_waits_twice_when_the_culprit_is_looked_for():
-    """A batch that fails is tried request by request; the first that takes too long ends that."""
-    drafter = ScriptedDrafter({"a": dawdle, "b": dawdle, "c": dawdle})
-
-    def propose(requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        if len(requests) > 1:
-            raise RuntimeError("a bug")
-        return ScriptedDrafter.propose(drafter, requests)
-
-    drafter.propose = propose
-    guarded = guard(drafter, time_limit_s=0.05)
+    drafter = ScriptedDrafter(dict.fromkeys("abc", dawdle))
+    guarded = guard(drafter, LIMIT_S)
     assert sizes(guarded.propose(requests("abc"))) == [0, 0, 0]
     assert guarded.failures["timeout"] == 1
-    assert drafter.asked == [["a"]]
+    assert drafter.asked == [["a", "b", "c"], ["a"]]
 
 
 def test_after_a_reset_no_earlier_text_is_learned():
@@ -185,41 +185,20 @@ def test_after_a_reset_no_earlier_text_is_learned():
         assert drafter.ended.pop("a") == learned
 
 
-def test_release_may_fail():
+@pytest.mark.parametrize(("seconds", "reason"), [(0.0, "error"), (2 * LIMIT_S, "timeout")])
+def test_the_end_of_a_request_may_fail_or_take_too_long(clock, seconds, reason):
+    def end(request: DraftRequest) -> None:
+        clock.now += seconds
+        fail(request)
+
     drafter = ScriptedDrafter({})
-
-    def released(request: DraftRequest, output: np.ndarray) -> None:
-        raise KeyError(request.request_id)
-
-    drafter.released = released
-    guarded = guard(drafter)
+    drafter.at_end = end
+    guarded = guard(drafter, LIMIT_S)
     guarded.release("a", *requests("a"))
-    assert guarded.failures["error"] == 1
-
-
-def test_release_may_take_too_long():
-    drafter = ScriptedDrafter({})
-    calls = []
-
-    def released(request: DraftRequest, output: np.ndarray) -> None:
-        calls.append(request.request_id)
-        time.sleep(0.1)
-
-    drafter.released = released
-    guarded = guard(drafter, time_limit_s=0.05)
-    for request in requests("ab"):
-        guarded.release(request.request_id, request)
-    assert calls == ["a"]
-    assert guarded.failures["timeout"] == 1
-    assert sizes(guarded.propose(requests("c"))) == [0]
-
-
-def test_a_timeout_names_its_setting(caplog):
-    guarded = guard(ScriptedDrafter({"a": dawdle}), time_limit_s=0.05)
-    with caplog.at_level(logging.ERROR, logger=LOGGER.name):
-        guarded.propose(requests("a"))
-    (record,) = caplog.records
-    assert "longer than draft_timeout_s=0.05; drafting rests for 60 s" in record.getMessage()
+    assert guarded.failures[reason] == sum(guarded.failures.values()) == 1
+    guarded.release("b", *requests("b"))
+    assert [*drafter.ended] == (["a", "b"] if reason == "error" else ["a"])
+    assert sizes(guarded.propose(requests("c"))) == [3 * (reason == "error")]
 
 
 def test_a_drafter_may_use_its_arrays_again():
