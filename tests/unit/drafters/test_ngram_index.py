@@ -229,16 +229,6 @@ def test_long_prompts_take_linear_time_and_bounded_memory(kind):
         assert index.num_nodes < 100, "a text that repeats itself has few distinct n-grams"
 
 
-@given(st.lists(texts, max_size=8), st.randoms(use_true_random=False), st.integers(1, 15))
-def test_nothing_is_left_of_removed_texts(added, random, max_order):
-    index = native.NativeIndex(max_order)
-    numbers = [index.add_text(np.array(text, dtype=np.int32)) for text in added]
-    random.shuffle(numbers)
-    for number in numbers:
-        index.remove_text(number)
-    assert (index.num_nodes, index.num_tokens) == (1, 0)
-
-
 def test_removing_what_is_not_there():
     index = native.NativeIndex(3)
     with pytest.raises(KeyError, match="no text 5"):

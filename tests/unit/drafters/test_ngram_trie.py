@@ -12,71 +12,56 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.drafters.support import VOCAB, by_path, end, make_drafter, make_request
+from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.ngrams import MAX_ORDER
-from vllm_trie.tree import TokenTree, depth_first_layout
+from vllm_trie.tree import depth_first_layout
 
 texts = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 
 
-def same(a: TokenTree, b: TokenTree) -> bool:
-    return all(
-        np.array_equal(getattr(a, name), getattr(b, name))
-        for name in ("token_ids", "parents", "probabilities")
-    )
+EVENTS = st.tuples(
+    st.sampled_from("abc"), st.sampled_from(["go on", "read ahead", "change", "end"]), texts
+)
 
 
-@given(texts, st.integers(1, 40), st.integers(1, 10), st.booleans(), st.integers(0, 60))
-def test_trees_obey_the_limits(text, max_nodes, max_depth, chain_only, prompt):
-    request = make_request(
-        text,
-        num_prompt_tokens=min(prompt, len(text)),
-        max_nodes=max_nodes,
-        max_depth=max_depth,
-        chain_only=chain_only,
-    )
-    [tree] = make_drafter().propose([request])
-    tree.validate(VOCAB, max_nodes)
-    assert tree.num_nodes == 0 or tree.probabilities is not None
-    assert tree.depths().max(initial=0) <= max_depth
-    assert depth_first_layout(tree) is tree
-    if chain_only:
-        assert tree.is_chain
+@given(
+    st.lists(EVENTS, min_size=1, max_size=8),
+    st.integers(1, 40),
+    st.integers(1, 10),
+    st.booleans(),
+    st.integers(0, 60),
+)
+def test_drafts_are_those_of_a_fresh_drafter(events, max_nodes, max_depth, chain_only, prompt):
+    """Requests go on, change and end in any order, each next to the others."""
+    drafter, running = make_drafter(), dict[str, list[int]]()
+    limits = {"max_nodes": max_nodes, "max_depth": max_depth, "chain_only": chain_only}
 
+    def request_of(name: str, text: list[int]) -> DraftRequest:
+        return make_request(text, name, min(prompt, len(text)), **limits)
 
-@given(texts, st.lists(st.integers(1, 6), max_size=6), st.integers(0, 10))
-def test_growing_step_by_step_equals_starting_fresh(text, steps, prompt):
-    prompt = min(prompt, len(text))
-    drafter = make_drafter()
-    length = max(prompt, 1)
-    for step in [*steps, len(text)]:
-        request = make_request(text[:length], num_prompt_tokens=prompt)
-        [grown] = drafter.propose([request])
-        [fresh] = make_drafter().propose([request])
-        assert same(grown, fresh)
-        length = min(length + step, len(text))
-
-
-@given(st.lists(texts, min_size=1, max_size=4))
-def test_batch_equals_requests_one_by_one(batch):
-    requests = [make_request(text, request_id=str(i)) for i, text in enumerate(batch)]
-    together = make_drafter().propose(requests)
-    for request, tree in zip(requests, together, strict=True):
-        assert same(make_drafter().propose([request])[0], tree)
-
-
-@given(texts, texts, st.booleans())
-def test_a_request_that_comes_back_changed_is_indexed_anew(before, after, released):
-    # A text is known by its last tokens.
-    assume(released or before[-MAX_ORDER:] != after[max(0, len(before) - MAX_ORDER) : len(before)])
-    drafter = make_drafter()
-    drafter.propose([make_request(before)])
-    if released:
-        end(drafter, "a")
-        end(drafter, "a")
-    request = make_request(after)
-    [tree] = drafter.propose([request])
-    [fresh] = make_drafter().propose([request])
-    assert same(tree, fresh)
+    for name, event, tokens in events:
+        if event == "end":
+            end(drafter, name)
+            running.pop(name, None)
+            continue
+        before = running.get(name, [])
+        text = tokens if event == "change" else [*before, *tokens]
+        # A text is known by its last tokens.
+        size = len(before)
+        assume(not size or event != "change" or before[-MAX_ORDER:] != text[:size][-MAX_ORDER:])
+        running[name] = text
+        if event == "read ahead":
+            drafter.read_prompts([request_of(name, text)])
+        requests = [request_of(*some) for some in running.items()]
+        for request, tree in zip(requests, drafter.propose(requests), strict=True):
+            tree.validate(VOCAB, max_nodes)
+            assert tree.num_nodes == 0 or tree.probabilities is not None
+            assert tree.depths().max(initial=0) <= max_depth
+            assert tree.is_chain or not chain_only
+            assert depth_first_layout(tree) is tree
+            (fresh,) = make_drafter().propose([request])
+            for array in ("token_ids", "parents", "probabilities"):
+                np.testing.assert_array_equal(getattr(tree, array), getattr(fresh, array))
 
 
 @given(texts, st.floats(0.01, 0.5))
@@ -133,12 +118,3 @@ def test_every_process_drafts_the_same_trees():
         printed.add(result.stdout)
     assert len(printed) == 1
     assert len(printed.pop().splitlines()) == 12
-
-
-@given(texts, texts)
-def test_a_prompt_that_is_read_ahead_is_indexed_as_by_a_draft(prompt, output):
-    ahead, usual = make_drafter(), make_drafter()
-    ahead.read_prompts([make_request(prompt)])
-    usual.propose([make_request(prompt)])
-    request = make_request([*prompt, *output])
-    assert same(ahead.propose([request])[0], usual.propose([request])[0])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given
 
@@ -19,42 +21,22 @@ def test_layout_is_the_same_tree(tree):
         np.testing.assert_array_equal(laid_out.probabilities, tree.probabilities[order])
 
 
-@given(token_trees(with_probabilities=True))
-def test_layout_is_depth_first_and_likeliest_first(tree):
+@given(token_trees())
+def test_layout_is_depth_first_and_likeliest_first_and_breaks_ties_by_index(tree):
     laid_out = depth_first_layout(tree)
-    depths = laid_out.depths()
-    last_sibling: dict[int, float] = {}
-    assert laid_out.probabilities is not None
+    assert depth_first_layout(laid_out) is laid_out
+    depths, order = laid_out.depths(), depth_first_order(tree).tolist()
+    likely = np.zeros(tree.num_nodes) if tree.probabilities is None else tree.probabilities
+    last_sibling: dict[int, tuple[float, int]] = {}
     for node, parent in enumerate(laid_out.parents.tolist()):
         # Depth-first: everything between a parent and its child lies below the parent.
         assert (depths[max(parent, 0) + 1 : node] > (depths[parent] if parent >= 0 else 0)).all()
-        probability = float(laid_out.probabilities[node])
-        assert probability <= last_sibling.get(parent, 1.0)
-        last_sibling[parent] = probability
-
-
-@given(token_trees())
-def test_layout_is_idempotent_and_breaks_ties_by_index(tree):
-    laid_out = depth_first_layout(tree)
-    assert depth_first_layout(laid_out) is laid_out
-    order = depth_first_order(tree).tolist()
-    position = {old: new for new, old in enumerate(order)}
-    for first in range(tree.num_nodes):
-        for second in range(first + 1, tree.num_nodes):
-            tied = (
-                tree.probabilities is None
-                or tree.probabilities[first] == tree.probabilities[second]
-            )
-            if tree.parents[first] == tree.parents[second] and tied:
-                assert position[first] < position[second]
+        rank = -float(likely[order[node]]), order[node]
+        assert last_sibling.get(parent, (-1.0, -1)) < rank
+        last_sibling[parent] = rank
 
 
 def test_flags_travel_with_their_nodes():
-    tree = TokenTree(
-        np.array([1, 2], dtype=np.int32),
-        np.array([-1, -1], dtype=np.int32),
-        np.array([0.1, 0.2], dtype=np.float32),
-        np.array([True, False]),
-    )
-    laid_out = depth_first_layout(tree)
-    assert laid_out.never_accept.tolist() == [False, True]
+    tree = TokenTree.from_lists([1, 2], [-1, -1], [0.1, 0.2])
+    tree = dataclasses.replace(tree, never_accept=np.array([True, False]))
+    assert depth_first_layout(tree).never_accept.tolist() == [False, True]

@@ -22,13 +22,6 @@ def test_generated_trees_are_valid_and_so_is_every_prefix(tree):
     assert tree.prefix(tree.num_nodes + 5).num_nodes == tree.num_nodes
 
 
-@given(token_trees())
-def test_depth_is_path_length(tree):
-    depths = tree.depths()
-    assert depths.dtype == np.int32
-    assert depths.tolist() == [len(path) for path in paths_of(tree)]
-
-
 @given(token_trees(), st.data())
 def test_the_path_that_spells_tokens(tree, data):
     paths = paths_of(tree)
@@ -66,8 +59,10 @@ def test_ancestor_words_equal_the_readable_mask(tree):
 
 
 @given(token_trees())
-def test_ancestor_mask_is_the_prefix_relation_of_paths(tree):
+def test_depths_and_ancestors_are_those_of_paths(tree):
     paths = paths_of(tree)
+    assert tree.depths().dtype == np.int32
+    assert tree.depths().tolist() == [*map(len, paths)]
     mask = tree.ancestor_mask()
     for row, path in enumerate(paths):
         for column, other in enumerate(paths):
@@ -96,12 +91,8 @@ def test_chain_is_the_leading_first_child_path(tree):
 
 
 def test_chain_stops_before_nodes_that_are_never_accepted():
-    tree = TokenTree(
-        np.array([1, 2, 3], dtype=np.int32),
-        np.array([-1, 0, 1], dtype=np.int32),
-        never_accept=np.array([False, True, False]),
-    )
-    assert tree.chain().num_nodes == 1
+    tree = TokenTree.from_lists([1, 2, 3], [-1, 0, 1])
+    assert replace(tree, never_accept=np.array([False, True, False])).chain().num_nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -135,22 +126,16 @@ def test_validation_checks_dtypes():
         ("never_accept", np.array([0], dtype=np.int32)),
         ("parents", [-1]),
     ]:
-        arrays = {
-            field: getattr(good, field)
-            for field in ("token_ids", "parents", "probabilities", "never_accept")
-        }
         with pytest.raises(MalformedTreeError, match=f"{name} is .*, it must be a"):
-            TokenTree(**{**arrays, name: value}).validate(VOCAB, max_nodes=3)
+            replace(good, **{name: value}).validate(VOCAB, max_nodes=3)
 
 
 def test_only_nodes_that_may_be_accepted_need_distinct_siblings():
-    def flagged(never_accept: list[bool]) -> TokenTree:
-        tree = TokenTree.from_lists([1, 1, 1], [-1, -1, -1])
-        return TokenTree(tree.token_ids, tree.parents, None, np.array(never_accept))
-
-    flagged([True, False, True]).validate(vocab_size=10, max_nodes=3)
+    tree = TokenTree.from_lists([1, 1, 1], [-1, -1, -1])
+    first_and_last = np.array([True, False, True])
+    replace(tree, never_accept=first_and_last).validate(vocab_size=10, max_nodes=3)
     with pytest.raises(MalformedTreeError, match="node 2 repeats token 1 under parent -1"):
-        flagged([False, True, False]).validate(vocab_size=10, max_nodes=3)
+        replace(tree, never_accept=~first_and_last).validate(vocab_size=10, max_nodes=3)
 
 
 @given(
