@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPTION_CLASSES = {
-    "AllOptions": "vllm_trie.hooks.start.config",
+    "AllOptions": "vllm_trie.drafts.engine.config",
     "NgramTrieOptions": "vllm_trie.drafts.ngram_trie.options",
     "MedusaOptions": "vllm_trie.extras.heads.options",
     "LookaheadOptions": "vllm_trie.extras.lookahead.options",

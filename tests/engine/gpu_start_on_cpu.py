@@ -26,12 +26,12 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from tests.engine.gpu_device_check import CHECKED
 from vllm_trie.attention import gpu_launch
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.runners import v2_trees
 from vllm_trie.drafts.engine.workers import cpu_worker
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
 from vllm_trie.extras.device_checks import start_check
 from vllm_trie.extras.device_checks.gpu_check import DeviceCheck, check_device
-from vllm_trie.hooks.start import config
 
 STOCK_BACKEND_CLASS = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 CAPTURE_SIZES = [4, 8]

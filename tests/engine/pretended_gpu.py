@@ -111,11 +111,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
+from vllm_trie.drafts.engine.config import verification
 
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
-from vllm_trie.hooks.start.config import verification
+from vllm_trie.hooks.start import limits
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.searches.engine import beam_support
 
 cudagraph_utils.get_pp_group = MagicMock()
 PretendedCuda.get_global_graph_pool = classmethod(lambda cls: (0, 0))
@@ -309,7 +309,7 @@ def described_beams(options: dict[str, Any] | None, **settings: Any) -> dict[str
     lines.clear()
     made = scheduler(config, SPECS["full"])
     return {
-        "reason": beam_support.reason_off(config),
+        "reason": limits.reason_off(config),
         "scheduler": made.beam_off,
         "asynchronous": isinstance(made, AsyncScheduler),
         "v2": made.use_v2_model_runner,
@@ -341,7 +341,7 @@ def beams() -> dict[str, Any]:
     other = SimpleNamespace(
         additional_config=None, scheduler_config=SimpleNamespace(scheduler_cls=None)
     )
-    result["other"] = beam_support.reason_off(other)
+    result["other"] = limits.reason_off(other)
     PretendedCuda.is_cuda = stock
     return result
 

@@ -18,7 +18,7 @@ from tests.engine.families import (
     write_config,
 )
 from tests.processes import ROOT
-from vllm_trie.hooks.start import config
+from vllm_trie.drafts.engine import config
 
 pytestmark = pytest.mark.usefixtures("inspect_models_here")
 

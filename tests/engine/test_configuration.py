@@ -30,14 +30,14 @@ from tests.engine.families import FAMILIES, stand_in_for_torchvision, write_conf
 from tests.engine.prompts import prompts
 from tests.processes import environment, run_python
 from vllm_trie.drafts import available_methods
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.extras.corpus.corpus_file import write_corpus
 from vllm_trie.hooks import ledger, plugin
 from vllm_trie.hooks.ledger import Patch, record
-from vllm_trie.hooks.start import config
+from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.refusal import RefusedError
-from vllm_trie.searches.engine.beam_support import reason_off
 
 TREES = {"method": "ngram_trie", "num_speculative_tokens": 8}
 CHAINS = {**TREES, "verification": "chain"}

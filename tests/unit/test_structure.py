@@ -67,9 +67,7 @@ ROOMS = floors("hooks", "drafts searches", "extras")
 """Folders of one floor above, and the order that they are to have."""
 
 LEFT_TO_CUT = {
-    "drafts": "searches.engine.beam_support"
-    " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2"
-    " extras.corpus",
+    "drafts": "searches.engine.beam_support extras.corpus",
     "hooks": "drafts searches",
     "searches": "extras.items",
 }

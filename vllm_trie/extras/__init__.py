@@ -37,7 +37,7 @@ class Extra(NamedTuple):
         checks: Checks of a device before an engine serves, by what they check: ``"drafts"`` or
             ``"attention"``.
         options: A pydantic model whose fields are options of every drafting method, see
-            :data:`~vllm_trie.hooks.start.config.AllOptions`.
+            :data:`~vllm_trie.drafts.engine.config.AllOptions`.
         keys: Keys of ``additional_config["vllm_trie"]`` that need no drafting method.
         start_check: Takes vLLM's complete configuration and raises
             :class:`~vllm_trie.refusal.RefusedError` if the extra cannot serve in it.

@@ -19,8 +19,8 @@ from tests.engine.beam.cases import prompt
 from tests.engine.beam.test_check import without_tails
 from tests.engine.beam.test_entrances import beam_params
 from vllm_trie.extras.device_checks import search_check
+from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.searches.engine.beam_support import reason_off
 from vllm_trie.searches.engine.frontend import beam_api
 from vllm_trie.searches.engine.scheduler import beam_scheduler
 

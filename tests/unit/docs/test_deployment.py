@@ -65,7 +65,7 @@ def parser():
 
 def test_servers_start_and_end_and_keep_their_store(parser):
     """Options exist, a restart finds what was saved, and patience ends before the supervisor's."""
-    from vllm_trie.hooks.start.config import AllOptions
+    from vllm_trie.drafts.engine.config import AllOptions
 
     (home,) = re.findall(r"^ENV HOME=(\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
     (state,) = unit()["StateDirectory"]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_trie.drafts.engine.config import CONFIG_KEY, PROPOSER_CLASS, read
 
 from tests.unit.items.catalogues import write
 from vllm_trie.drafts import Drafter, available_methods, registry
@@ -21,7 +22,6 @@ from vllm_trie.drafts.engine.start.translate import (
     requested_method,
     translate,
 )
-from vllm_trie.hooks.start.config import CONFIG_KEY, PROPOSER_CLASS, read
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.searches.engine import beam_support
 

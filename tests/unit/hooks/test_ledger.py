@@ -167,6 +167,25 @@ def test_two_features_wrap_one_symbol(subject):
     assert dict(vars(subject)) == before
 
 
+def test_a_wrapper_runs_around_an_override_that_does_not_call_what_it_wraps(monkeypatch):
+    monkeypatch.setattr(record, "ENTRIES", [])
+    symbols = record.Symbols("tests.")
+
+    class Override:
+        @symbols.within_wrappers
+        def method(self, first: int) -> str:
+            return f"own {first}"
+
+    assert Override().method(3) == "own 3"
+    for mark in "!?":
+
+        @symbols.wraps("method", "why")
+        def wrapper(original: Any, self: Any, first: int, mark: str = mark) -> str:
+            return f"{original(self, first + 1)}{mark}"
+
+    assert Override().method(3) == "own 5!?"
+
+
 def test_somebody_elses_patch_on_top_is_not_lost(subject):
     installation = Installation()
     installation.apply(a_patch("method"))

@@ -22,10 +22,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse, FinishReas
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.hooks.ledger.record import of_beams
-from vllm_trie.hooks.start.limits import is_cuda
+from vllm_trie.hooks.start.limits import is_cuda, reason_off
 from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, SearchAnswer, internal_params, packed
 from vllm_trie.searches import BeamOptions
-from vllm_trie.searches.engine.beam_support import beam_slots, min_blocks, reason_off
+from vllm_trie.searches.engine.beam_support import beam_slots, min_blocks
 from vllm_trie.searches.engine.scheduler.beam_scheduler import TrieBeamScheduler
 from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 from vllm_trie.searches.engine.scheduler.tables import num_blocks

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_trie.drafts import get_drafter_class
+from vllm_trie.drafts.engine import config
 from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.replicas import connect
-from vllm_trie.hooks.start import config
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:

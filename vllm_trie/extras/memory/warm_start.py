@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.text_store import StoredText, TextStore
 from vllm_trie.extras.memory.folder import Identity, Slot, prompt_key, read_newest
@@ -19,7 +20,6 @@ from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.replicas import PASSWORD, USER, Replicas
 from vllm_trie.extras.memory.store_file import StoreHeader, write_store
 from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
-from vllm_trie.hooks.start import config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

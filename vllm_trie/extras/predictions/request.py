@@ -12,10 +12,10 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError
 from vllm_trie.hooks.ledger.record import Symbols
-from vllm_trie.hooks.start import config
 from vllm_trie.searches.settings import shown
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
 
     from vllm_trie.drafts import Drafter, DrafterContext
+    from vllm_trie.drafts.engine.config import TreeConfig
     from vllm_trie.drafts.engine.tree_step import TreeStep
-    from vllm_trie.hooks.start.config import TreeConfig
     from vllm_trie.hooks.wire import TreeStats
     from vllm_trie.tree import TokenTree
 

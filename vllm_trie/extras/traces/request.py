@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.extras.traces.options import trace_path
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, is_switch
-from vllm_trie.hooks.start import config
 from vllm_trie.refusal import RefusedError
 from vllm_trie.searches.settings import shown
 

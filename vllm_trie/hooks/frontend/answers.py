@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.ledger.record import STATS, Result, Symbols, of_beams
-from vllm_trie.hooks.start import config
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.frontend.extra_args import refusing_what_fails
 from vllm_trie.hooks.frontend.request_options import with_packed_options
 from vllm_trie.hooks.ledger.record import SEARCH, UPSTREAM, Result, Symbols, of_beams
-from vllm_trie.hooks.start import config
-from vllm_trie.hooks.start.limits import switched_off
+from vllm_trie.hooks.start.limits import switch_off, switched_off
 from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, extra_args_of
-from vllm_trie.searches.engine.beam_support import switch_off
 from vllm_trie.searches.engine.frontend.beam_api import search_offline, search_online
 from vllm_trie.searches.engine.frontend.requests import (
     check_api_request,

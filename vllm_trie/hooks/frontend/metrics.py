@@ -16,9 +16,9 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.extras import brought
 from vllm_trie.hooks.ledger.record import STATS, Symbols
-from vllm_trie.hooks.start import config
 from vllm_trie.hooks.wire import FAILURE_REASONS, WAIT_CAUSES, TreeStats
 
 if TYPE_CHECKING:

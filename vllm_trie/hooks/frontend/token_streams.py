@@ -18,8 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.ledger.record import Result, Symbols
-from vllm_trie.hooks.start import config
 from vllm_trie.hooks.wire import SPEC_KEY
 
 if TYPE_CHECKING:

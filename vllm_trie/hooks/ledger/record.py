@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -30,6 +31,8 @@ UPSTREAM = "vllm-project/vllm issues 14426, 20316, 49197"
 
 ENTRIES: list[Patch] = []
 """The entries of all modules that were imported."""
+_AROUND: defaultdict[str, list[Callable[[Any], Any]]] = defaultdict(list)
+"""What :meth:`Symbols.wraps` has wrapped around a target, the innermost first."""
 
 
 def around(function: Callable[..., Any]) -> Callable[[_Decorated], _Decorated]:
@@ -67,11 +70,23 @@ class Symbols:
 
         return record
 
+    def within_wrappers(self, method: _Decorated) -> _Decorated:
+        """Have what wraps vLLM's method wrap one that overrides it and does not call it, too."""
+        target = self._prefix + method.__name__
+
+        @functools.wraps(method)
+        def override(*args: object, **kwargs: object) -> Any:
+            whole = functools.reduce(lambda inner, wrap: wrap(inner), _AROUND[target], method)
+            return whole(*args, **kwargs)
+
+        return cast(_Decorated, override)
+
     def wraps(self, name: str, why: str, **fields: object) -> Callable[[_Decorated], _Decorated]:
         """Have a function take the place of vLLM's, which it gets as its first argument."""
 
         def record(function: _Decorated) -> _Decorated:
             replacing = {"wrapper": around(function), **fields}
+            _AROUND[self._prefix + name].append(around(function))
             self._add(name, "wrapped", why, _parameters(function)[1:], replacing)
             return function
 

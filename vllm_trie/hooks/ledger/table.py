@@ -14,7 +14,7 @@ from vllm_trie.hooks.ledger import record, uses  # noqa: F401
 from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
-    ("speculation", "any"): "hooks.start.engine_args hooks.frontend.answers"
+    ("speculation", "any"): "drafts.engine.start.engine_args hooks.frontend.answers"
     " hooks.frontend.extension hooks.frontend.metrics hooks.frontend.token_streams"
     " drafts.engine.start.arguments drafts.engine.start.draft_support"
     " drafts.engine.scheduler.grammar_time drafts.engine.scheduler.next_drafts"

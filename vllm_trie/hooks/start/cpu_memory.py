@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_trie.searches.engine.beam_support import reason_off
+from vllm_trie.hooks.start.limits import reason_off
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,11 +13,12 @@ from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_trie.drafts import get_drafter_class
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start.draft_support import choose_verification
 from vllm_trie.drafts.engine.start.translate import requested_method, translate
 from vllm_trie.extras import brought, loaded
 from vllm_trie.hooks.ledger.record import PLUGGABLE, Result, Symbols
-from vllm_trie.hooks.start import config, cpu_memory, runner_choice
+from vllm_trie.hooks.start import cpu_memory, runner_choice
 from vllm_trie.hooks.start.limits import ENV_SWITCH
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.refusal import RefusedError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
-from vllm_trie.hooks.start.config import BEAM_SEARCH, CONFIG_KEY, spelled, switch
+from vllm_trie.drafts.engine.config import BEAM_SEARCH, CONFIG_KEY, spelled, switch
 from vllm_trie.hooks.start.runner_choice import belongs_on_v2
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ DRAFTS = TREES + CHAINS
 ALL = DRAFTS + BEAMS
 
 ENV_SWITCH = "VLLM_TRIE_BEAM"
+_OFF = "_vllm_trie_beams_off"
+"""Attribute of a ``VllmConfig``: why the check at start-up has switched native searches off."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _FLOAT8_CACHES = ("fp8", "fp8_e4m3")
 _REPLACED_BACKENDS = ("TRITON_ATTN", "CUSTOM")
@@ -297,3 +299,17 @@ def problems(
     for limit in LIMITS if limits is None else limits:
         if feature in limit.stops and (message := limit.message(config)):
             yield message
+
+
+def reason_off(vllm_config: VllmConfig) -> str | None:
+    """Return why native beam search does not serve this engine, None if it does.
+
+    The front end and the engine's process come to the same answer: from the configuration, and
+    from what :func:`switch_off` has written into it in both.
+    """
+    return getattr(vllm_config, _OFF, None) or next(problems("beams", vllm_config), None)
+
+
+def switch_off(vllm_config: VllmConfig, reason: str | None) -> None:
+    """Have native beam search not serve this engine, for what showed at its start."""
+    setattr(vllm_config, _OFF, reason)

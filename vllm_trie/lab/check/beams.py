@@ -5,10 +5,9 @@ from __future__ import annotations
 from vllm.platforms import current_platform
 
 from vllm_trie.extras.device_checks.search_check import BLIND, reason_against_searches
-from vllm_trie.hooks.start.limits import problems
+from vllm_trie.hooks.start.limits import problems, reason_off
 from vllm_trie.lab.check.engines import start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
-from vllm_trie.searches.engine.beam_support import reason_off
 
 _LONGEST_PROMPT, _MAX_TOKENS = 200, 60
 

@@ -12,9 +12,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_trie.drafts.engine.config import ITEMS, own_part, spelled
 from vllm_trie.extras.items.trie_file import ItemsError, check_vocabulary, read_header
-from vllm_trie.hooks.start.config import ITEMS, own_part, spelled
-from vllm_trie.hooks.start.limits import problems
+from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
@@ -24,24 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-_OFF = "_vllm_trie_beams_off"
-"""Attribute of a ``VllmConfig``: why the check at start-up has switched native searches off."""
-
 # -- engines ---------------------------------------------------------------------------------------
-
-
-def reason_off(vllm_config: VllmConfig) -> str | None:
-    """Return why native beam search does not serve this engine, None if it does.
-
-    The front end and the engine's process come to the same answer: from the configuration, and
-    from what :func:`switch_off` has written into it in both.
-    """
-    return getattr(vllm_config, _OFF, None) or next(problems("beams", vllm_config), None)
-
-
-def switch_off(vllm_config: VllmConfig, reason: str | None) -> None:
-    """Have native beam search not serve this engine, for what showed at its start."""
-    setattr(vllm_config, _OFF, reason)
 
 
 def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm_trie.drafts.engine.config import AllOptions, TreeConfig
 
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
@@ -19,7 +20,6 @@ from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.extras.traces.request import check_folder
 from vllm_trie.extras.traces.trace_file import Step, read_trace
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, with_packed_options
-from vllm_trie.hooks.start.config import AllOptions, TreeConfig
 from vllm_trie.hooks.wire import SPEC_KEY, TreeStats
 from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.tree import TokenTree

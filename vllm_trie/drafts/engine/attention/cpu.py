@@ -18,10 +18,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.plain_requests import PlainRequests, plain_requests
 from vllm_trie.drafts.engine.attention.tree_attention import TREE_ATTRIBUTE, TreeAttention
 from vllm_trie.hooks.ledger.record import TREE_MASKS, Symbols
-from vllm_trie.hooks.start import config
 
 _PLAIN_ATTRIBUTE = "vllm_trie_plain_requests"
 """Attribute of the attention metadata that keeps its :class:`PlainRequests` for later layers."""

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config
 
 from vllm_trie.attention import TreeBatch
-from vllm_trie.hooks.start import config
+from vllm_trie.drafts.engine import config
 
 _Impl: Any = object  # vLLM's implementation is the next base class
 TREE_ATTRIBUTE = "draft_trees"

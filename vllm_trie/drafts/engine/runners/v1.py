@@ -19,16 +19,15 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import prefers_chains
 from vllm_trie.attention.device_copy import to_device
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.draft_requests import draft_requests, ended_request
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
 from vllm_trie.drafts.engine.verification.placement import QueryTokens, logits_tokens
 from vllm_trie.drafts.engine.verification.sampling import sample_levels
-from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols, around
-from vllm_trie.hooks.start import config
+from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
-from vllm_trie.searches.engine.worker.beams_v1 import num_requests, sample_and_select
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,11 +60,13 @@ class V1Speculation(Adapter):
         # Receive the batch, whose inputs are laid out as if all drafts were chains.
         scheduled: SchedulerOutput = yield "inputs", None
         drafts = scheduled.scheduled_spec_decode_tokens
-        request_ids = runner.input_batch.req_ids[: num_requests(runner)]
+        # Rows behind those of the scheduled requests are not for drafts.
+        new, running = scheduled.scheduled_new_reqs, scheduled.scheduled_cached_reqs
+        request_ids = runner.input_batch.req_ids[: len(new) + running.num_reqs]
         num_tokens = scheduled.total_num_scheduled_tokens
         step = trees.begin_step(request_ids, drafts, num_tokens, started)
         for observer in trees.observers:
-            observer.begun(scheduled.scheduled_new_reqs)
+            observer.begun(new)
 
         # Place: positions of nodes follow their depth. In the forward pass, attention reads
         # `step.tree_batch`.
@@ -336,7 +337,7 @@ class TreeRunnerMixin(ChainRunnerMixin):
         hand_on(self.adapter.trees.step.tree_batch, built[0])
         return built
 
-    @around(sample_and_select)
+    @_runner.within_wrappers
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> Any:

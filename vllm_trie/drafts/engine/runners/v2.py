@@ -18,14 +18,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_experts import take_shorter_steps
 from vllm_trie.drafts.engine.runners.v2_lengths import most_logits_rows
 from vllm_trie.drafts.engine.start.draft_support import check_states
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
-from vllm_trie.hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols, around
-from vllm_trie.hooks.start import config
-from vllm_trie.searches.engine.worker.beams_v2 import sample_and_select
+from vllm_trie.hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols
 
 if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
@@ -119,7 +118,6 @@ class DraftedOnly(RejectionSampler):
     @Symbols(
         "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.", TREE_DRAFTS
     ).overrides("verifies drafts and no fillers, or trees")
-    @around(sample_and_select)
     def __call__(
         self,
         logits: torch.Tensor,

@@ -35,8 +35,7 @@ from vllm_trie.drafts.engine.runners.v2_experts import follow_paths
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.placement import QueryTokens
 from vllm_trie.drafts.engine.verification.tree_walk import NO_PARENT, walk_trees
-from vllm_trie.hooks.ledger.record import around
-from vllm_trie.searches.engine.worker.beams_v2 import sample_and_select
+from vllm_trie.hooks.ledger.record import Symbols
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -66,7 +65,7 @@ class TreeSampler(RejectionSampler):
         self._adapter = adapter
         self._width = self.num_speculative_steps + 1
 
-    @around(sample_and_select)
+    @Symbols("v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.").within_wrappers
     def __call__(
         self,
         logits: torch.Tensor,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
-from vllm_trie.hooks.start import config
+from vllm_trie.drafts.engine import config
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

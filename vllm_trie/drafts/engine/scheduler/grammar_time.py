@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.ledger.record import Symbols
-from vllm_trie.hooks.start import config
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from vllm.sampling_params import RequestOutputKind
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.scheduler.draft_room import DraftRoom
 from vllm_trie.extras import loaded
 from vllm_trie.hooks.ledger.record import Result, Symbols
-from vllm_trie.hooks.start import config
 from vllm_trie.hooks.wire import InternalRequest
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from vllm_trie.hooks.start.config import Verification
-from vllm_trie.hooks.start.limits import is_cuda, problems
+from vllm_trie.drafts.engine.config import Verification
+from vllm_trie.hooks.start.limits import is_cuda, problems, reason_off
 from vllm_trie.refusal import RefusedError
-from vllm_trie.searches.engine.beam_support import reason_off
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafts import available_methods
-from vllm_trie.drafts.engine.start import arguments
-from vllm_trie.hooks.start import runner_choice
-from vllm_trie.hooks.start.config import (
+from vllm_trie.drafts.engine.config import (
     ALLOW_GPU,
     BEAM_KEYS,
     CONFIG_KEY,
@@ -26,6 +24,8 @@ from vllm_trie.hooks.start.config import (
     parse_carried,
     spelled,
 )
+from vllm_trie.drafts.engine.start import arguments
+from vllm_trie.hooks.start import runner_choice
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:

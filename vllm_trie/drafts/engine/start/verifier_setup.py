@@ -11,11 +11,11 @@ from vllm.logger import init_logger
 
 from vllm_trie.drafts import DrafterContext, get_drafter_class
 from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.extras import loaded
-from vllm_trie.hooks.start import config
 from vllm_trie.tree import TokenTree
 from vllm_trie.tree.batch import LIBRARY
 

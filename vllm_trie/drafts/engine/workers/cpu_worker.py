@@ -9,13 +9,13 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.cpu import choose_attention
 from vllm_trie.drafts.engine.runners.v1 import ChainRunnerMixin, TreeRunnerMixin
 from vllm_trie.drafts.engine.runners.v2 import RunnerV2Mixin
 from vllm_trie.drafts.engine.workers.drafting_worker import DraftingWorkerMixin
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger.record import TREE_DRAFTS, Symbols
-from vllm_trie.hooks.start import config
 from vllm_trie.hooks.start.runner_choice import runner_scopes
 
 _worker = Symbols("v1.worker.cpu_worker:", TREE_DRAFTS, platform="cpu")

@@ -12,12 +12,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.runners.v2 import RunnerV2Mixin
 from vllm_trie.drafts.engine.workers.drafting_worker import DraftingWorkerMixin
 from vllm_trie.extras import loaded
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger.record import TESTED, TREE_DRAFTS, Symbols
-from vllm_trie.hooks.start import config
 from vllm_trie.hooks.start.runner_choice import runner_scopes
 
 GPU_BACKEND_CLASS = "vllm_trie.drafts.engine.attention.cuda.TreeTritonAttentionBackend"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
 
+from vllm_trie.drafts.engine import config
 from vllm_trie.extras.items import ItemsError, ItemsHeader, read_header
 from vllm_trie.files.watched_file import file_stamp
 from vllm_trie.hooks.frontend.extra_args import (
@@ -24,7 +25,7 @@ from vllm_trie.hooks.frontend.extra_args import (
     refusing_what_fails,
 )
 from vllm_trie.hooks.frontend.request_options import option_keys
-from vllm_trie.hooks.start import config
+from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
     SPEC_KEY,
@@ -40,7 +41,6 @@ from vllm_trie.searches.engine.beam_support import (
     check_blocks,
     check_inputs,
     check_slots,
-    reason_off,
     unsupported_rule,
 )
 from vllm_trie.searches.settings import MAX_RULES, shown

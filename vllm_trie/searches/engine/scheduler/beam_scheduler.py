@@ -32,8 +32,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.hooks.ledger.record import of_beams
+from vllm_trie.hooks.start.limits import reason_off, switch_off
 from vllm_trie.hooks.wire import is_search
-from vllm_trie.searches.engine.beam_support import cache_reason, reason_off, switch_off
+from vllm_trie.searches.engine.beam_support import cache_reason
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy
 from vllm_trie.searches.engine.scheduler.groups import BeamGroups, Outputs
 

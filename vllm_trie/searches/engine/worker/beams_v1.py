@@ -126,11 +126,6 @@ class AttachedBeams:
             del self._names[proxy_id]
 
 
-def num_requests(runner: GPUModelRunner) -> int:
-    """Return the number of requests in a runner's batch, before its beams."""
-    return runner.input_batch.num_reqs - beams_of(runner).num_beams
-
-
 def beams_of(runner: GPUModelRunner) -> AttachedBeams:
     """Return the beams of a runner."""
     beams: AttachedBeams | None = vars(runner).get(_BEAMS)
