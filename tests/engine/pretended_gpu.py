@@ -111,8 +111,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
-from vllm_trie.drafts.engine.config import verification
 
+from vllm_trie.drafts.engine.config import verification
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
 from vllm_trie.hooks.start import limits
 from vllm_trie.lab.tiny_model import model_path

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_trie.drafts.engine.config import CONFIG_KEY, VERIFICATION
 
 from tests.engine.conftest import needs_triton
 from tests.newer_vllm import VERSION, newer_vllm
 from tests.processes import run_program, run_python
+from vllm_trie.drafts.engine.config import CONFIG_KEY, VERIFICATION
 from vllm_trie.drafts.engine.workers import cuda_worker
 from vllm_trie.hooks import ledger
 

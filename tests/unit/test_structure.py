@@ -43,7 +43,7 @@ FLOORS = {
         "text_store", "drafter registry", "ngrams budget", "ngram_trie", "engine"
     ),
     ENGINE: floors(
-        "draft_requests guard tree_step step_clock verification",
+        "config draft_requests guard tree_step step_clock verification",
         "attention observers",
         "verifier",
         "start",

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_trie.drafts.engine.config import CONFIG_KEY, PROPOSER_CLASS, read
 
 from tests.unit.items.catalogues import write
 from vllm_trie.drafts import Drafter, available_methods, registry
 from vllm_trie.drafts.drafter import DrafterOptions
+from vllm_trie.drafts.engine.config import CONFIG_KEY, PROPOSER_CLASS, read
 from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.drafts.engine.start import translate as translation
 from vllm_trie.drafts.engine.start.arguments import meant, refuse_misspelled_method

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm_trie.drafts.engine.config import AllOptions, TreeConfig
 
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
+from vllm_trie.drafts.engine.config import AllOptions, TreeConfig
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.traces import recorder as module
 from vllm_trie.extras.traces.recorder import TraceRecorder
