@@ -12,9 +12,10 @@ import pytest
 from tests.engine.conftest import needs_triton
 from tests.newer_vllm import VERSION, newer_vllm
 from tests.processes import run_program, run_python
-from vllm_trie.drafts.engine.config import CONFIG_KEY, VERIFICATION
+from vllm_trie.drafts.engine.config import VERIFICATION
 from vllm_trie.drafts.engine.workers import cuda_worker
 from vllm_trie.hooks import ledger
+from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 
 
 @pytest.fixture(scope="module")

@@ -87,8 +87,8 @@ def test_node_budget():
 
 
 def test_request_and_engine_keys():
-    from vllm_trie.drafts.engine import config
     from vllm_trie.hooks.frontend.request_options import option_keys
+    from vllm_trie.hooks.start import additional_config as config
 
     for key in (config.CONFIG_KEY, config.BEAM_SEARCH, config.ALLOW_GPU):
         assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.items.catalogues import write
 from vllm_trie.drafts import Drafter, available_methods, registry
 from vllm_trie.drafts.drafter import DrafterOptions
-from vllm_trie.drafts.engine.config import CONFIG_KEY, PROPOSER_CLASS, read
+from vllm_trie.drafts.engine.config import PROPOSER_CLASS, read
 from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.drafts.engine.start import translate as translation
 from vllm_trie.drafts.engine.start.arguments import meant, refuse_misspelled_method
@@ -22,6 +22,7 @@ from vllm_trie.drafts.engine.start.translate import (
     requested_method,
     translate,
 )
+from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.searches.engine import beam_support
 

@@ -1,8 +1,5 @@
-"""The plugin's part of vLLM's ``additional_config``, which every process reads.
-
-It has the switches and catalogues of beam search, and a speculative method with its options, which
-:mod:`.translate` has put there.
-"""
+"""The speculative method and its options, which :mod:`.start.translate` has put into the plugin's
+part of vLLM's ``additional_config``."""
 
 from __future__ import annotations
 
@@ -13,23 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from vllm_trie.drafts import available_methods, parse_options
 from vllm_trie.drafts.registry import validated
-from vllm_trie.extras import brought, loaded
+from vllm_trie.extras import loaded
+from vllm_trie.hooks.start.additional_config import BEAM_KEYS, CONFIG_KEY, own_part
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-CONFIG_KEY = "vllm_trie"
-"""The plugin's key in vLLM's ``additional_config``."""
-BEAM_SEARCH = "beam_search"
-"""False turns native beam search off. Tree speculation leaves this key alone."""
-ITEMS = "items"
-"""Catalogues for constrained beam search, name to path. Tree speculation leaves this key alone."""
-BEAM_KEYS = frozenset({BEAM_SEARCH, *(key for _, keys in brought("keys") for key in keys)})
-"""Keys that are not options of a speculative method."""
-ALLOW_GPU = "allow_untested_gpu"
-"""Without effect since both have run on a GPU; still accepted."""
-SWITCHES = (BEAM_SEARCH, ALLOW_GPU)
 
 VERIFICATION = "verification"
 """How drafts are verified; start-up replaces "auto" by what it chose."""
@@ -120,50 +106,6 @@ class TreeConfig(NamedTuple):
         """The trained drafter of vLLM's that takes part, if one does."""
         options: Speculator | None = getattr(self.drafter_options, "speculator", None)
         return options
-
-
-def spelled(key: str) -> str:
-    """Return a key as users write it, for messages."""
-    return f"additional_config[{CONFIG_KEY!r}][{key!r}]"
-
-
-def own_part(additional_config: object) -> Mapping[str, Any]:
-    """Return the plugin's part, empty if there is none.
-
-    Raises:
-        RefusedError: It is no mapping, its key is misspelled, a switch in it is neither True nor
-            False or stands outside of it, or catalogues are not paths by name.
-    """
-    everything = additional_config if isinstance(additional_config, Mapping) else {}
-    given = everything.get(CONFIG_KEY, {})
-    for key in everything:
-        instead = spelled(key) if key in SWITCHES else None
-        if key != CONFIG_KEY and str(key).lower().replace("-", "_") == CONFIG_KEY:
-            instead = repr(CONFIG_KEY)
-        if instead:
-            raise RefusedError(f"additional_config[{key!r}] is read by nobody; write {instead}")
-    if not isinstance(given, Mapping):
-        raise RefusedError(
-            f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
-            "values"
-        )
-    for key in SWITCHES:
-        if not isinstance(given.get(key, False), bool):
-            raise RefusedError(f"{spelled(key)}={given[key]!r} must be True or False")
-    items = given.get(ITEMS, {})
-    if not isinstance(items, Mapping) or any(
-        not isinstance(text, str) or not text for pair in items.items() for text in pair
-    ):
-        raise RefusedError(
-            f"{spelled(ITEMS)}={items!r} must map names to paths, as in {{'catalogue': 'PATH'}}"
-        )
-    return given
-
-
-def switch(vllm_config: VllmConfig, key: str) -> bool | None:
-    """Return one of the two switches of a complete configuration, None if it is not set."""
-    value = own_part(vllm_config.additional_config).get(key)
-    return value if isinstance(value, bool) else None
 
 
 def read(vllm_config: VllmConfig) -> TreeConfig | None:

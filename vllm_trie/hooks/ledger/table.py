@@ -14,15 +14,16 @@ from vllm_trie.hooks.ledger import record, uses  # noqa: F401
 from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
-    ("speculation", "any"): "drafts.engine.start.engine_args hooks.frontend.answers"
+    ("speculation", "any"): "hooks.start.additional_config hooks.start.environment"
+    " hooks.frontend.answers"
     " hooks.frontend.extension hooks.frontend.metrics hooks.frontend.token_streams"
-    " drafts.engine.start.arguments drafts.engine.start.draft_support"
+    " drafts.engine.start.arguments drafts.engine.start.engine_args"
     " drafts.engine.scheduler.grammar_time drafts.engine.scheduler.next_drafts"
     " drafts.engine.scheduler.speculation drafts.engine.workers.drafting_worker"
     " drafts.engine.runners.v1 drafts.engine.runners.v2 drafts.engine.verification.sampling",
     ("speculation", "cpu"): "drafts.engine.workers.cpu_worker drafts.engine.attention.cpu",
     ("speculation", "cuda"): "drafts.engine.workers.cuda_worker drafts.engine.attention.cuda",
-    ("beam", "any"): "hooks.frontend.answers hooks.frontend.extension"
+    ("beam", "any"): "hooks.start.cpu_memory hooks.frontend.answers hooks.frontend.extension"
     " searches.engine.frontend.hypotheses searches.engine.scheduler.beam_scheduler"
     " searches.engine.scheduler.proxies"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2",

@@ -6,14 +6,17 @@ after the processes have started, so what is free here is not a promise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_trie.hooks.ledger.record import Symbols
 from vllm_trie.hooks.start.limits import reason_off
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
 
@@ -83,3 +86,15 @@ def reserve_what_is_free(vllm_config: VllmConfig, asked: float) -> None:
         share,
         100 * asked,
     )
+
+
+@Symbols("engine.arg_utils:EngineArgs.", "vLLM reserves what is free", feature="beam").wraps(
+    "create_engine_config", "CPU engines reserve what is free, and have blocks for beams"
+)
+def create_engine_config(
+    original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
+) -> VllmConfig:
+    vllm_config = original(self, *args, **kwargs)
+    shrink_blocks(vllm_config, self.block_size)
+    reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
+    return vllm_config

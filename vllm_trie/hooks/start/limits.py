@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
-from vllm_trie.drafts.engine.config import BEAM_SEARCH, CONFIG_KEY, spelled, switch
+from vllm_trie.hooks.start.additional_config import BEAM_SEARCH, CONFIG_KEY, spelled, switch
 from vllm_trie.hooks.start.runner_choice import belongs_on_v2
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_trie.drafts.engine.config import ITEMS, own_part, spelled
 from vllm_trie.extras.items.trie_file import ItemsError, check_vocabulary, read_header
+from vllm_trie.hooks.start.additional_config import ITEMS, own_part, spelled
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.refusal import RefusedError
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,10 +14,9 @@ from vllm_trie.drafts import get_drafter_class
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start.draft_support import choose_verification
 from vllm_trie.drafts.engine.start.translate import requested_method, translate
-from vllm_trie.extras import brought, loaded
+from vllm_trie.extras import loaded
 from vllm_trie.hooks.ledger.record import PLUGGABLE, Result, Symbols
-from vllm_trie.hooks.start import cpu_memory, runner_choice
-from vllm_trie.hooks.start.limits import ENV_SWITCH
+from vllm_trie.hooks.start import runner_choice
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.refusal import RefusedError
 from vllm_trie.searches.engine.beam_support import check_catalogues
@@ -35,8 +32,6 @@ _ANSWERED = {
     "vllm.config.vllm": "max_num_scheduled_tokens is set to",
 }
 """By logger, the beginning of warnings that do not apply to the plugin's methods."""
-OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR")
-"""The documented environment variables of the plugin."""
 
 
 @refusing_start()
@@ -149,22 +144,6 @@ def create_speculative_config(
     return original(self, target_model_config, target_parallel_config)
 
 
-@Symbols("envs:", "plugins can register environment variables").replaces(
-    "environment_variables", "vLLM knows the plugin's environment variables"
-)
-def environment_variables(original: Mapping[str, object]) -> dict[str, Any]:
-    """Add those of the plugin's variables that are set, which vLLM would call unknown.
-
-    Not the others: vLLM's compilation caches depend on the whole table.
-    """
-    variables: dict[str, Any] = {
-        name: functools.partial(os.environ.get, name) for name in OWN_VARIABLES
-    }
-    for _, secrets in brought("secrets"):
-        variables |= dict.fromkeys(secrets, lambda: None)  # vLLM writes the values to files
-    return {**original, **{name: get for name, get in variables.items() if name in os.environ}}
-
-
 @_arguments.wraps("create_engine_config", "refuses unsupported configurations at start-up")
 def create_engine_config(
     original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
@@ -179,8 +158,6 @@ def create_engine_config(
     verify(vllm_config)
     if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
         _count_drafts(vllm_config)
-    cpu_memory.shrink_blocks(vllm_config, self.block_size)
-    cpu_memory.reserve_what_is_free(vllm_config, self.gpu_memory_utilization)
     return vllm_config
 
 
@@ -190,24 +167,3 @@ def _count_drafts(vllm_config: VllmConfig) -> None:
     is_off = observability.per_request_spec_decode_metrics == "none"
     if is_off and config.read(vllm_config) is not None:
         observability.per_request_spec_decode_metrics = "summary"
-
-
-@Symbols("config.vllm:VllmConfig.", "vLLM does not hash additional_config").wraps(
-    "compute_hash", "options of the plugin do not make vLLM compile the model again"
-)
-def compute_hash(
-    original: Callable[..., str], self: VllmConfig, *args: object, **kwargs: object
-) -> str:
-    """Leave the plugin's options out of the hash of what vLLM compiles.
-
-    Drafters, trees and traces are outside of the compiled graph. The draft model stays: its weights
-    take memory, and vLLM's start-up plan has the same key.
-    """
-    additional = self.additional_config
-    if not isinstance(additional, dict) or config.CONFIG_KEY not in additional:
-        return original(self, *args, **kwargs)
-    hashed = copy.copy(self)
-    hashed.additional_config = {k: v for k, v in additional.items() if k != config.CONFIG_KEY}
-    if draft_model := config.own_part(additional).get("draft_model"):
-        hashed.additional_config[config.CONFIG_KEY] = draft_model
-    return original(hashed, *args, **kwargs)

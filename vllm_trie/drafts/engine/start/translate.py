@@ -14,18 +14,16 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafts import available_methods
-from vllm_trie.drafts.engine.config import (
+from vllm_trie.drafts.engine.config import PROPOSER_CLASS, parse, parse_carried
+from vllm_trie.drafts.engine.start import arguments
+from vllm_trie.hooks.start import runner_choice
+from vllm_trie.hooks.start.additional_config import (
     ALLOW_GPU,
     BEAM_KEYS,
     CONFIG_KEY,
-    PROPOSER_CLASS,
     own_part,
-    parse,
-    parse_carried,
     spelled,
 )
-from vllm_trie.drafts.engine.start import arguments
-from vllm_trie.hooks.start import runner_choice
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.drafts.engine import config
 from vllm_trie.extras.items import ItemsError, ItemsHeader, read_header
 from vllm_trie.files.watched_file import file_stamp
 from vllm_trie.hooks.frontend.extra_args import (
@@ -25,6 +24,7 @@ from vllm_trie.hooks.frontend.extra_args import (
     refusing_what_fails,
 )
 from vllm_trie.hooks.frontend.request_options import option_keys
+from vllm_trie.hooks.start.additional_config import ITEMS, spelled
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
@@ -280,7 +280,7 @@ def _check_catalogue(vllm_config: VllmConfig, name: str) -> None:
         served = ", ".join(map(repr, names)) or "none"
         raise BeamRequestError(
             f"items={shown(name)} is no catalogue of this engine, which has {served}; name one of "
-            f"them, or start the engine with {config.spelled(config.ITEMS)}"
+            f"them, or start the engine with {spelled(ITEMS)}"
         )
 
 
