@@ -80,7 +80,6 @@ def test_an_engine_whose_searches_raise_goes_on(llm, monkeypatch):
 
 @pytest.mark.slow
 def test_a_refusal_reaches_a_front_end_of_its_own_process():
-    done = run_python(
-        "-m", "tests.engine.beam.search_check_run", VLLM_ENABLE_V1_MULTIPROCESSING="1"
-    )
+    program = "-m", "tests.extras.device_checks.engine.search_check_run"
+    done = run_python(*program, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert "checked 3 starts" in done.stdout, done.stderr[-3000:]

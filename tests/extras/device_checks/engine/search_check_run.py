@@ -1,8 +1,8 @@
 """The check of native searches at the start of engines that are processes of their own.
 
-``python -m tests.engine.beam.search_check_run`` pretends a GPU to the check, which forked engines
-inherit. It compares what the front end does after a check that passes, after one that fails, and
-in an engine whose KV cache cannot be shared.
+``python -m tests.extras.device_checks.engine.search_check_run`` pretends a GPU to the check, which
+forked engines inherit. It compares what the front end does after a check that passes, after one
+that fails, and in an engine whose KV cache cannot be shared.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from vllm import LLM
 from vllm.sampling_params import BeamSearchParams
 
 from tests.engine.beam.cases import prompt
-from tests.engine.beam.test_check import without_tails
 from tests.engine.beam.test_entrances import beam_params
+from tests.extras.device_checks.engine.test_searches_check import without_tails
 from vllm_trie.extras.device_checks import search_check
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.lab.tiny_model import model_path

@@ -10,7 +10,7 @@ from tests.processes import ROOT, run_python
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_equals_float64_in_the_interpreter():
     result = run_python(
-        *("-m", "tests.unit.attention.triton_check"),
+        *("-m", "tests.extras.device_checks.unit.triton_check"),
         timeout=250,
         TRITON_INTERPRET="1",
         OMP_NUM_THREADS="1",
