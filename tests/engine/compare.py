@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -258,3 +260,18 @@ def preemptions(llm: Any) -> Iterator[list[str]]:
         yield preempted
     finally:
         del scheduler._preempt_request
+
+
+def chi_square_p_value(left: Counter, right: Counter) -> float:
+    """Pearson's test that two samples have one distribution; rare outcomes are pooled."""
+    frequent = [key for key, count in (left + right).items() if count >= 10]
+    cells = [[side[key] for key in frequent] for side in (left, right)]
+    table = torch.tensor(
+        [[*row, side.total() - sum(row)] for row, side in zip(cells, (left, right), strict=True)],
+        dtype=torch.float64,
+    )
+    table = table[:, table.sum(dim=0) >= 10]
+    expected = table.sum(dim=1, keepdim=True) * table.sum(dim=0) / table.sum()
+    statistic = ((table - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(table.shape[1] - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,24 +10,22 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from transformers import AutoTokenizer
 
 from tests.engine.beam import server_off
+from tests.engine.chats import CHATS, chat, complete, joined
 from tests.engine.prompts import texts
-from tests.engine.serving import MODEL_NAME, Server, running
-from vllm_trie.extras.traces.trace_file import Trace, read_trace
-from vllm_trie.lab.tiny_model import model_path
+from tests.engine.serving import Server, running
 
 pytestmark = pytest.mark.slow
 
 PARSER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 PLAIN = "plain"
 NODES = 16
-TRACED = "ngram_trie"
-"""The server that writes traces; its processes are those that vLLM starts by default."""
+DRAFTED = "ngram_trie"
+"""The server with drafts; its processes are those that vLLM starts by default."""
 COMMANDS = {
     PLAIN: [*server_off.OPTIONS, *PARSER],
-    TRACED: [
+    DRAFTED: [
         *PARSER,
         *("--speculative-model", "ngram_trie"),
         *("--speculative-config", '{"num_speculative_tokens": 16, "max_context_len": 10}'),
@@ -42,20 +37,6 @@ spellings."""
 STOPPED_TOKENS = 100
 NUM_STOPPED = len(texts()[::4]) + 3
 """Requests with stop strings, of at most ``STOPPED_TOKENS`` each."""
-
-SOURCE = """def count_words(lines):
-    counts = {}
-    for line in lines:
-        for word in line.split():
-            counts[word] = counts.get(word, 0) + 1
-    return counts
-"""
-STOP_TOKENS = AutoTokenizer.from_pretrained(model_path()).encode(" =")
-CHATS = [
-    [{"role": "user", "content": f"{SOURCE}\nrepeat the code"}],
-    [{"role": "user", "content": f"{SOURCE}\nwhat does this code do?"}],
-]
-
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
@@ -79,39 +60,14 @@ class Answers:
     bad_replies: dict[str, int | str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     nodes_of_opted_out: float = 0.0
-    traced: dict[str, tuple[str, str]] = field(default_factory=dict)
-    predicted: list[Any] = field(default_factory=list)
-    stopped: list[Any] = field(default_factory=list)
-    bad_predictions: list[tuple[int, str]] = field(default_factory=list)
     beams: dict[str, httpx.Response] = field(default_factory=dict)
     log: str = ""
     survived: bool = False
 
 
-def complete(client: openai.OpenAI, prompt: str | list[str], **options: Any) -> Any:
-    settings = {"max_tokens": 60, "temperature": 0.0, **options}
-    return client.completions.create(model=MODEL_NAME, prompt=prompt, **settings)
-
-
-def chat(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
-    settings = {"max_tokens": 80, "temperature": 0.0, **options}
-    return client.chat.completions.create(model=MODEL_NAME, messages=messages, **settings)
-
-
 def ends(response: Any) -> list[tuple[str, str, Any]]:
     """Text, reason to end and stop string of each choice."""
     return [(c.text, c.finish_reason, c.stop_reason) for c in response.choices]
-
-
-def joined(chunks: Any, text_of: Callable[[Any], str | None]) -> tuple[str, str | None, int]:
-    """Text, reason to end and number of chunks of a stream."""
-    text, reason, count = "", None, 0
-    for chunk in chunks:
-        for choice in chunk.choices:
-            text += text_of(choice) or ""
-            reason = choice.finish_reason or reason
-            count += 1
-    return text, reason, count
 
 
 def ask(client: openai.OpenAI) -> dict[str, Any]:
@@ -186,9 +142,6 @@ BAD = {
     "no mapping": {"extra_body": {"vllm_xargs": 5}},
     "too long": {"prompt": "x " * 5000},
     "negative": {"max_tokens": -1},
-    "prediction": {"extra_body": {"vllm_xargs": {"prediction": 5}}},
-    "misplaced": {"extra_body": {"prediction": "text"}},
-    "no id": {"extra_body": {"vllm_xargs": {"prediction": [10**9]}}},
 }
 
 
@@ -203,111 +156,17 @@ def ask_badly(client: openai.OpenAI) -> dict[str, int | str]:
     return replies
 
 
-def ask_for_traces(client: openai.OpenAI) -> dict[str, tuple[str, str]]:
-    """Return id and text of each reply, or the error of a server that writes no traces."""
-    asked = {"extra_body": {"vllm_xargs": {"speculation_trace": True}}}
-    prompt, messages = texts()[1], CHATS[0]
-    try:
-        whole = complete(client, prompt, **asked)
-    except openai.BadRequestError as error:
-        return {"error": ("", str(error))}
-    answer = chat(client, messages, **asked)
-    replies = {
-        "whole": (whole.id, whole.choices[0].text),
-        "chat": (answer.id, answer.choices[0].message.content),
-    }
-    for name, chunks, text_of in (
-        ("streamed", complete(client, prompt, stream=True, **asked), lambda c: c.text),
-        ("chat streamed", chat(client, messages, stream=True, **asked), lambda c: c.delta.content),
-    ):
-        some = list(chunks)
-        replies[name] = some[0].id, joined(some, text_of)[0]
-    complete(client, prompt)  # the worker ends a trace in the step after its request's last
-    return replies
-
-
-def ask_with_predictions(client: openai.OpenAI) -> tuple[list[str], list[Any]]:
-    """Return the replies to requests with predictions, and their usages."""
-    content: Any = [{"type": "text", "text": SOURCE[:80]}, {"type": "text", "text": SOURCE[80:]}]
-    source, other = ({"type": "content", "content": text} for text in (SOURCE, "no such code"))
-    parts = {"type": "content", "content": content}
-    whole = [chat(client, CHATS[0], prediction=given) for given in (source, parts, other)]
-    several = chat(client, CHATS[0], prediction=source, n=2, temperature=0.7, seed=3)
-    usages = [answer.usage for answer in (*whole, several)]
-    replies = [choice.message.content for answer in (*whole, several) for choice in answer.choices]
-    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(chat(client, CHATS[0], prediction=source, **with_usage))
-    replies.append(joined(chunks, lambda c: c.delta.content)[0])
-    usages.append(chunks[-1].usage)
-    prompt = texts()[1]
-    answer = complete(client, prompt).choices[0].text
-    predicted = {"extra_body": {"vllm_xargs": {"prediction": answer}}}
-    completion = complete(client, prompt, **predicted)
-    chunks = list(complete(client, prompt, **predicted, **with_usage))
-    replies += [completion.choices[0].text, joined(chunks, lambda c: c.text)[0]]
-    usages += [completion.usage, chunks[-1].usage]
-    chunks = list(
-        complete(client, [prompt] * 3, n=2, temperature=0.2, seed=3, **predicted, **with_usage)
-    )
-    texts_of = [""] * 6
-    for choice in itertools.chain.from_iterable(chunk.choices for chunk in chunks):
-        texts_of[choice.index] += choice.text
-    return [*replies, *texts_of], [*usages, chunks[-1].usage]
-
-
-def ask_with_stops(client: openai.OpenAI) -> tuple[list[str], list[Any]]:
-    """Return the replies to requests whose predictions go on behind a stop, and their usages."""
-    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
-    source: Any = {"type": "content", "content": SOURCE}
-    replies, usages = [], []
-    for stop in ({"stop": ["line in"]}, {"extra_body": {"stop_token_ids": STOP_TOKENS}}):
-        whole = chat(client, CHATS[0], prediction=source, **stop)
-        chunks = list(chat(client, CHATS[0], prediction=source, **stop, **with_usage))
-        replies += [whole.choices[0].message.content, joined(chunks, lambda c: c.delta.content)[0]]
-        usages += [whole.usage, chunks[-1].usage]
-    return replies, usages
-
-
-BAD_PREDICTIONS = (
-    "a text",
-    {"type": "content", "content": 5},
-    {"type": "content", "content": [{"type": "image_url"}]},
-    {"type": "content", "content": "word " * 9000},
-)
-
-
-def ask_with_bad_predictions(client: openai.OpenAI) -> list[tuple[int, str]]:
-    """Return status and message of each."""
-    replies = []
-    for stream in (False, True):
-        for prediction in BAD_PREDICTIONS:
-            with pytest.raises(openai.APIStatusError) as refused:
-                chat(client, CHATS[0], prediction=prediction, stream=stream)
-            replies.append((refused.value.status_code, str(refused.value)))
-        predicted = {"vllm_xargs": {"prediction": "word " * 9000}}
-        with pytest.raises(openai.APIStatusError) as refused:
-            client.responses.create(
-                model=MODEL_NAME, input="Hello", stream=stream, extra_body=predicted
-            )
-        replies.append((refused.value.status_code, str(refused.value)))
-    return replies
-
-
 def interview(server: Server) -> Answers:
     answers = Answers()
     client = server.client()
     answers.replies = ask(client)
     answers.bad_replies = ask_badly(client)
-    answers.replies["predicted"], answers.predicted = ask_with_predictions(client)
-    answers.bad_predictions = ask_with_bad_predictions(client)
     answers.replies["after bad requests"] = ends(complete(client, texts()[1]))
     before = server.metrics().get("vllm:trie_draft_nodes_total", 0.0)
     quiet = complete(client, texts()[1], extra_body={"vllm_xargs": {"speculation": False}})
     answers.replies["opted out"] = ends(quiet)
     answers.metrics = server.metrics()
     answers.nodes_of_opted_out = answers.metrics.get("vllm:trie_draft_nodes_total", 0.0) - before
-    answers.replies["stopped"], answers.stopped = ask_with_stops(client)
-    answers.traced = ask_for_traces(client)
     deadline = time.monotonic() + 20 * ("vllm:trie_steps_total" in answers.metrics)
     while "tokens per step" not in server.log_text() and time.monotonic() < deadline:
         complete(client, texts()[2], max_tokens=30)
@@ -318,21 +177,12 @@ def interview(server: Server) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def trace_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("traces")
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory, trace_folder):
+def answers(tmp_path_factory):
     """The answers of each server; one runs at a time, for their memory."""
     folder, answers_of = tmp_path_factory.mktemp("servers"), {}
-    tracing = ["--additional-config", json.dumps({"vllm_trie": {"trace_path": str(trace_folder)}})]
     for name, options in COMMANDS.items():
-        traced = name == TRACED
-        extra = tracing if traced else []
-        with running(
-            folder / name, *options, *extra, worker_process=traced, spawns=traced
-        ) as server:
+        drafts = name == DRAFTED
+        with running(folder / name, *options, worker_process=drafts, spawns=drafts) as server:
             answers_of[name] = interview(server)
             if name == PLAIN:
                 answers_of[name].beams = server_off.ask_for_beams(server)
@@ -340,7 +190,7 @@ def answers(tmp_path_factory, trace_folder):
 
 
 def test_same_replies(answers):
-    expected, replies = answers[PLAIN].replies, answers[TRACED].replies
+    expected, replies = answers[PLAIN].replies, answers[DRAFTED].replies
     assert replies.keys() == expected.keys()
     for kind in expected:
         if "logprobs" not in kind and "chunks" not in kind:
@@ -350,7 +200,7 @@ def test_same_replies(answers):
 @pytest.mark.parametrize("kind", ["logprobs", "chat logprobs"])
 def test_same_logprobs(answers, kind):
     for expected, logprobs in zip(
-        answers[PLAIN].replies[kind], answers[TRACED].replies[kind], strict=True
+        answers[PLAIN].replies[kind], answers[DRAFTED].replies[kind], strict=True
     ):
         assert logprobs == pytest.approx(expected, abs=1e-3)
 
@@ -371,7 +221,7 @@ def test_the_requests_cover_what_they_should(answers):
 
 
 def test_streams_that_a_parser_reads_come_token_by_token(answers):
-    plain, drafted = (answers[name].replies for name in (PLAIN, TRACED))
+    plain, drafted = (answers[name].replies for name in (PLAIN, DRAFTED))
     for reply, streamed in zip(plain["tool calls"], plain["tool calls streamed"], strict=True):
         assert reply[2] == "tool_calls"
         assert streamed[:3] == (reply[0] or "", *reply[1:])
@@ -383,7 +233,7 @@ def test_streams_that_a_parser_reads_come_token_by_token(answers):
 
 
 def test_metrics_endpoint(answers):
-    metrics = answers[TRACED].metrics
+    metrics = answers[DRAFTED].metrics
     nodes = metrics["vllm:trie_draft_nodes_total"]
     accepted = metrics["vllm:trie_accepted_tokens_total"]
     assert nodes == metrics["vllm:spec_decode_num_draft_tokens_total"] > 100
@@ -411,7 +261,7 @@ def test_beam_search_is_vllms_own_where_the_native_one_is_off(answers):
 
 
 def test_line_in_the_log(answers):
-    lines = [line for line in answers[TRACED].log.splitlines() if f"vllm-trie {TRACED}: " in line]
+    lines = [line for line in answers[DRAFTED].log.splitlines() if f"vllm-trie {DRAFTED}: " in line]
     assert lines
     assert "tokens per step" in lines[0]
     assert "failed drafts: 0" in lines[-1]
@@ -428,63 +278,5 @@ def test_bad_requests_harm_nobody(answers, name):
 
 
 def test_a_request_can_do_without_drafts(answers):
-    assert answers[TRACED].nodes_of_opted_out == 0
-    assert answers[TRACED].replies["opted out"] == answers[TRACED].replies["after bad requests"]
-
-
-def test_predictions_are_counted(answers):
-    details = [usage.completion_tokens_details for usage in answers[TRACED].predicted]
-    accepted = [counts.accepted_prediction_tokens for counts in details]
-    rejected = [counts.rejected_prediction_tokens for counts in details]
-    whole, parts, other, several, streamed, completion, *streamed_completions = accepted
-    # The budget leaves some drafts out, by the time that they take.
-    assert min(whole, parts, streamed, several) > 20
-    assert other < 5
-    assert min(completion, *streamed_completions) > 20
-    assert max(rejected[-3:-1]) < 5
-    metrics = answers[TRACED].metrics
-    assert metrics["vllm:trie_accepted_prediction_tokens_total"] == sum(accepted)
-    assert metrics["vllm:trie_rejected_prediction_tokens_total"] == sum(rejected)
-
-
-def test_predictions_are_counted_where_answers_stop(answers):
-    for usage in answers[TRACED].stopped:
-        accepted = usage.completion_tokens_details.accepted_prediction_tokens
-        assert accepted <= usage.completion_tokens
-
-
-def test_a_plain_server_takes_predictions_and_says_that_they_do_nothing(answers):
-    assert all(usage.completion_tokens_details is None for usage in answers[PLAIN].predicted)
-    assert answers[PLAIN].log.count("predictions have no effect") == 1
-
-
-@pytest.mark.parametrize("name", list(COMMANDS))
-def test_bad_predictions_name_the_field(answers, name):
-    for status, message in answers[name].bad_predictions:
-        assert status == 400
-        assert "prediction" in message
-
-
-def test_traces(answers, trace_folder):
-    decode = AutoTokenizer.from_pretrained(model_path()).decode
-
-    def text_of(trace: Trace) -> str:
-        tokens = itertools.chain.from_iterable(step.tokens for step in trace.steps)
-        return decode(list(tokens), skip_special_tokens=True)
-
-    replies = answers[TRACED].traced
-    assert len({request_id for request_id, _ in replies.values()}) == 4
-    paths = {path.name: path for path in trace_folder.iterdir()}
-    assert len(paths) == 4
-    for request_id, text in replies.values():
-        (path,) = (path for name, path in paths.items() if request_id in name)
-        assert path.stat().st_mode & 0o777 == 0o600
-        trace = read_trace(path)
-        assert (trace.end, trace.header.method) == ("complete", "ngram_trie")
-        assert text_of(trace) == text
-        assert any(step.accepted for step in trace.steps)
-
-
-def test_a_server_without_a_folder_refuses_traces(answers):
-    _, said = answers[PLAIN].traced["error"]
-    assert "this engine writes none" in said
+    assert answers[DRAFTED].nodes_of_opted_out == 0
+    assert answers[DRAFTED].replies["opted out"] == answers[DRAFTED].replies["after bad requests"]

@@ -7,11 +7,17 @@ import json
 from collections import Counter
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
+from tests.engine.compare import (
+    accepted_tokens,
+    chi_square_p_value,
+    differences,
+    generate,
+    plain_outputs,
+    speculation,
+)
 from tests.engine.conftest import scheduler_of
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
@@ -217,13 +223,9 @@ def test_custom_logits_processor(engine, temperature):
     assert differences(expected, free)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "verification", "is_predicted"),
-    [(1.0, "tree", False), (1.8, "tree", True), (1.3, "chain", False)],
-)
-def test_unseeded_distribution(engine, temperature, verification, is_predicted):
-    """Two tokens sampled through a trie of likely outputs, or through a likely output that each
-    request predicts: chi-square against plain sampling."""
+@pytest.mark.parametrize(("temperature", "verification"), [(1.0, "tree"), (1.3, "chain")])
+def test_unseeded_distribution(engine, temperature, verification):
+    """Two tokens sampled through a trie of likely outputs: chi-square against plain sampling."""
     prompt = tokenizer().encode("def main(argv):\n    ")
     drafting = speculation("test_answer_set", 32, verification=verification)
     llm = engine(**drafting, max_num_seqs=256)
@@ -231,40 +233,21 @@ def test_unseeded_distribution(engine, temperature, verification, is_predicted):
     batch = [{"prompt_token_ids": prompt}] * 256
     params = SamplingParams(temperature=temperature, top_k=6, max_tokens=3, ignore_eos=True)
 
-    def sample(where, predictions=()):
-        some = [params.clone() for _ in batch]
-        for one, prediction in zip(some, predictions, strict=False):
-            one.extra_args = {"prediction": prediction}
-        outputs = [o for _ in range(8) for o in generate(where, batch, some)]
+    def sample(where):
+        outputs = [o for _ in range(8) for o in generate(where, batch, params)]
         return Counter(tuple(o.outputs[0].token_ids) for o in outputs)
 
     reference = sample(plain)
-    likely = [list(o) for o, _ in reference.most_common(40)]
-    AnswerSetDrafter.outputs = [] if is_predicted else likely
+    AnswerSetDrafter.outputs = [list(o) for o, _ in reference.most_common(40)]
     before = accepted_tokens(llm)
-    drawn = sample(llm, itertools.cycle(likely[:4]) if is_predicted else ())
-    assert accepted_tokens(llm) - before > (200 if is_predicted else 700)
-    assert _chi_square_p_value(reference, drawn) > 1e-4
-
-
-def _chi_square_p_value(left: Counter, right: Counter) -> float:
-    """Pearson's test that two samples have one distribution; rare outcomes are pooled."""
-    frequent = [key for key, count in (left + right).items() if count >= 10]
-    cells = [[side[key] for key in frequent] for side in (left, right)]
-    table = torch.tensor(
-        [[*row, side.total() - sum(row)] for row, side in zip(cells, (left, right), strict=True)],
-        dtype=torch.float64,
-    )
-    table = table[:, table.sum(dim=0) >= 10]
-    expected = table.sum(dim=1, keepdim=True) * table.sum(dim=0) / table.sum()
-    statistic = ((table - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(table.shape[1] - 1, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+    drawn = sample(llm)
+    assert accepted_tokens(llm) - before > 700
+    assert chi_square_p_value(reference, drawn) > 1e-4
 
 
 def test_a_wrong_sampler_fails_the_distribution_test():
     """The test above would notice a drafter's guess that is taken too often."""
     right = Counter({0: 1000, 1: 600, 2: 400})
     biased = Counter({0: 1150, 1: 520, 2: 330})
-    assert _chi_square_p_value(right, biased) < 1e-4
-    assert _chi_square_p_value(right, Counter({0: 1010, 1: 590, 2: 400})) > 0.5
+    assert chi_square_p_value(right, biased) < 1e-4
+    assert chi_square_p_value(right, Counter({0: 1010, 1: 590, 2: 400})) > 0.5

@@ -75,18 +75,6 @@ def test_llm_beam_search_takes_text_and_more_options(engine):
     ]
 
 
-def test_a_search_ignores_a_prediction(engine):
-    llm = engine(**OPTIONS)
-    source = {"prompt_token_ids": list(prompt(5, 40))}
-    given = (beam_params(4), beam_params(4, prediction=[5, 6, 7] * 9))
-    plain, predicted = llm.generate([source] * 2, given, use_tqdm=False)
-    assert [o.token_ids for o in predicted.outputs] == [o.token_ids for o in plain.outputs]
-    assert not hasattr(predicted.outputs[0], "accepted_prediction_tokens")
-    for wrong, shown in ((5, "5"), (b"abc", "b'abc'"), ("\ud800", r"'\\ud800'")):
-        with pytest.raises(ValueError, match=f"prediction: got {shown}, allowed is .*text"):
-            llm.generate([source], beam_params(4, prediction=wrong), use_tqdm=False)
-
-
 def test_logprobs_when_asked(engine, eos_heavy_model):
     llm = engine(model=str(eos_heavy_model), **OPTIONS)
     source = {"prompt_token_ids": list(prompt(5, 40))}

@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.tokenizers import get_tokenizer
 
+from vllm_trie.extras.predictions import request as module
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks.frontend.request_options import with_packed_options
 from vllm_trie.lab.tiny_model import model_path
@@ -32,3 +33,15 @@ def test_predictions_that_cannot_be_read(prediction, allowed):
         with_packed_options(
             SimpleNamespace(model_config=model), params, get_tokenizer(model_path())
         )
+
+
+def test_an_engine_without_drafts_drops_predictions(monkeypatch):
+    """It says once that they do nothing."""
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "info_once", said.append)
+    model: Any = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
+    engine: Any = SimpleNamespace(model_config=model, speculative_config=None)
+    params = SamplingParams(extra_args={PREDICTION: [1, 2, 3], "another": 5})
+    assert with_packed_options(engine, params, None).extra_args == {"another": 5}
+    assert len(said) == 1
+    assert "predictions have no effect" in said[0]
