@@ -23,6 +23,7 @@ OPTION_CLASSES = {
     "TrieUnionOptions": "vllm_trie.extras.union.options",
     "NeuralOptions": "vllm_trie.extras.union.neural.options",
     "BeamOptions": "vllm_trie.searches.settings",
+    "ItemOptions": "vllm_trie.extras.items.options",
 }
 """Classes of options that the documentation has a table of, and their modules."""
 

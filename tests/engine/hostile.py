@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 
 from tests.engine.serving import MODEL_NAME, Server, running
-from tests.unit.items.catalogues import random_items, write
-from vllm_trie.searches import OPTION_NAMES
+from tests.extras.items.unit.catalogues import random_items, write
+from vllm_trie.searches.engine.constraint import option_names
 
 INTEGERS = random_items(1, 600, 0, (4, 4), branching=60)
 TEXTS = random_items(2, 300, 0, (1, 5), branching=40)
@@ -63,7 +63,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "someone_elses": ("option", 3),
 }
 """Values of each option that are right, alone or together with others."""
-assert not OPTION_NAMES - OPTIONS.keys(), "an option that is not attacked"
+assert not option_names().keys() - OPTIONS.keys(), "an option that is not attacked"
 
 TOGETHER = (
     ("beam_width", "length_penalty", "early_stopping", "no_repeat_ngram_size", "beam_trace"),
@@ -211,7 +211,7 @@ def hostile_request(rng: random.Random) -> dict[str, Any]:
         names.append(rng.choice([*OPTIONS]))
     extra_args = {name: rng.choice(OPTIONS[name]) for name in names}
     if rng.random() < 0.3:
-        name = rng.choice(sorted(OPTION_NAMES | {"speculation", "speculation_trace"}))
+        name = rng.choice(sorted(option_names().keys() | {"speculation", "speculation_trace"}))
         extra_args[name] = rng.choice(ABSURD)
     request: dict[str, Any] = {
         "prompt": [rng.randint(1, 2000) for _ in range(rng.choice([1, 9, 60]))],

@@ -21,7 +21,7 @@ from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, scheduler_of, trees_of
 from tests.engine.prompts import prompts, texts, tokenizer
 from tests.engine.test_random_requests import HEADS, THINKING, random_request
-from tests.unit.items.catalogues import random_items, write
+from tests.extras.items.unit.catalogues import random_items, write
 from vllm_trie.extras.corpus.corpus_file import write_corpus
 from vllm_trie.extras.memory import read_store
 from vllm_trie.extras.traces.trace_file import read_trace

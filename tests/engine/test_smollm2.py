@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from tests.engine.beam.cases import check_case, request_of
 from tests.engine.beam.oracle import Case, constrained_search
 from tests.engine.compare import accepted_tokens, differences, generate, speculation
-from tests.unit.items.catalogues import PlainTrie, random_items, write
+from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
 from vllm_trie.lab import smollm2
 from vllm_trie.lab.tiny_model.chat_prompts import chat_tokens
 

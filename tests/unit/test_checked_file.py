@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.extras.items.unit import test_trie
+from tests.extras.items.unit.catalogues import write
 from tests.extras.memory.unit import test_store_file
 from tests.unit.drafters import test_corpus
-from tests.unit.items import test_trie
-from tests.unit.items.catalogues import write
 from vllm_trie.extras.corpus.corpus_file import FORMAT as CORPUS
 from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus
 from vllm_trie.extras.items import open_items

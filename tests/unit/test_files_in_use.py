@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.items.catalogues import write
+from tests.extras.items.unit.catalogues import write
 from vllm_trie.drafts.ngram_trie.drafter import BLEND
 from vllm_trie.drafts.ngrams import Job, NativeBackend
 from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus

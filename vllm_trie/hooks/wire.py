@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.request import Request
-
-from vllm_trie.searches import ITEM_OPTIONS, BeamOptions, SearchSettings
 
 # -- requests: keys of ``SamplingParams.extra_args`` -----------------------------------------------
 
@@ -55,62 +53,9 @@ def may_draft(request: _RequestData) -> bool:
     return params.max_tokens != 1
 
 
-class BeamSpec(NamedTuple):
-    """Description of a search that the engine needs in addition to ``SamplingParams``.
-
-    Attributes:
-        n: Hypotheses to return. vLLM sees a request with one output.
-        options: Options of the search.
-    """
-
-    n: int
-    options: BeamOptions
-
-
 def is_search(params: SamplingParams | None) -> bool:
     """Return whether a request is a search."""
     return SPEC_KEY in extra_args_of(params)
-
-
-def beam_spec(params: SamplingParams) -> BeamSpec:
-    """Return the description of a search."""
-    spec = extra_args_of(params)[SPEC_KEY]
-    return BeamSpec(spec["n"], unpacked(spec["options"]))
-
-
-def packed(options: BeamOptions) -> str:
-    """Return options as they travel: a text is copied and read at no cost."""
-    return options.model_dump_json(exclude_defaults=True)
-
-
-def unpacked(options: str) -> BeamOptions:
-    """Return packed options."""
-    return BeamOptions.model_validate_json(options)
-
-
-def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
-    """Return the settings of the search that a request's parameters ask for."""
-    stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
-    do_sample = spec.options.do_sample
-    if spec.options.items is not None:  # only EOS, and only where it must follow an item
-        stop_token_ids = [params.eos_token_id] if spec.options.items_end == "eos" else []
-    return SearchSettings(
-        **spec.options.model_dump(exclude={"beam_trace", "detokenize", *ITEM_OPTIONS}),
-        trace=spec.options.beam_trace,
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=tuple(dict.fromkeys(t for t in stop_token_ids if t is not None)),
-        temperature=params.temperature if do_sample else 1.0,
-        top_k=max(params.top_k, 0) if do_sample else 0,
-        top_p=params.top_p if do_sample else 1.0,
-        # NumPy's generators take no negative seeds.
-        seed=None if params.seed is None or not do_sample else params.seed % 2**64,
-        min_tokens=params.min_tokens,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
-        logit_bias=tuple((params.logit_bias or {}).items()),
-    )
 
 
 class InternalRequest(Request):
@@ -128,39 +73,6 @@ def internal_params(max_tokens: int, **options: Any) -> SamplingParams:
         extra_args={SPECULATION: False},
         **options,
     )
-
-
-class SearchAnswer(NamedTuple):
-    """Result of a search; the tokens of its hypotheses are one behind another in its output.
-
-    Attributes:
-        hypotheses: Best first.
-        logprobs: Bytes of int32 [tokens, 1 + k] token ids, float32 [tokens, 1 + k] and int64
-            [tokens] ranks of all hypotheses, None if the request has no ``logprobs``.
-        shared: What all of them have in ``CompletionOutput.beam``.
-        report: Labels and amounts of the plugin's counters, None without statistics.
-    """
-
-    hypotheses: list[HypothesisAnswer]
-    logprobs: tuple[bytes, bytes, bytes] | None
-    shared: dict[str, Any]
-    report: dict[str, Any] | None
-
-
-class HypothesisAnswer(NamedTuple):
-    """One hypothesis of a :class:`SearchAnswer`.
-
-    Attributes:
-        num_tokens: Its length.
-        finish_reason: vLLM's ``FinishReason``.
-        stop_reason: As in ``CompletionOutput``.
-        beam: Its own part of ``CompletionOutput.beam``.
-    """
-
-    num_tokens: int
-    finish_reason: int
-    stop_reason: int | str | None
-    beam: dict[str, Any]
 
 
 # -- the end of a start ---------------------------------------------------------------------------

@@ -7,9 +7,7 @@ be read, is ``tests/unit/beam/reference.py``.
 from vllm_trie.searches.candidates import Candidates, Draws, Outcomes, num_raw_candidates
 from vllm_trie.searches.search import BeamSearch, Children, Hypothesis
 from vllm_trie.searches.settings import (
-    ITEM_OPTIONS,
     MAX_LENGTH_PENALTY,
-    OPTION_NAMES,
     BeamOptions,
     SearchSettings,
     parse_options,
@@ -17,9 +15,7 @@ from vllm_trie.searches.settings import (
 from vllm_trie.searches.trace import SearchTrace
 
 __all__ = [
-    "ITEM_OPTIONS",
     "MAX_LENGTH_PENALTY",
-    "OPTION_NAMES",
     "BeamOptions",
     "BeamSearch",
     "Candidates",

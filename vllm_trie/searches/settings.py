@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 MAX_LENGTH_PENALTY = 5.0
 """Largest absolute value of the option; powers of lengths stay far from float32's limits."""
 
-MAX_WEIGHT_FACTOR = 1000.0
 MAX_RULES = 4096
 """Entries of the lists of one request."""
 
 EarlyStopping = bool | Literal["never"]
+Options = TypeVar("Options", bound=BaseModel)
 
 
 def _as_bool(value: object) -> object:
@@ -36,42 +27,6 @@ def _as_bool(value: object) -> object:
     return value
 
 
-def _from_json(value: object) -> object:
-    # The same field has lists of strings and numbers, but no lists of lists.
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    if isinstance(value, list | tuple) and len(value) > MAX_RULES:
-        raise PydanticCustomError(
-            "too_many",
-            "{given} entries, at most {allowed} are allowed; use prefixes for many items",
-            {"given": len(value), "allowed": MAX_RULES},
-        )
-    return value
-
-
-_Entries = Field(strict=False, fail_fast=True)
-"""Tuples are lists, too; a wrong list has one error, not one for each of its entries."""
-
-
-def _encodable(text: str) -> str:
-    text.encode()  # Half of a surrogate pair is no Unicode text.
-    return text
-
-
-_Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-_Text = Annotated[str, AfterValidator(_encodable)]
-_Ids = Annotated[
-    Annotated[list[_Id], _Entries] | Annotated[list[_Text], _Entries],
-    BeforeValidator(_from_json),
-]
-_Prefix = Annotated[
-    list[Annotated[int, Field(ge=0, le=2**31 - 1)]],
-    Field(min_length=1, max_length=512, strict=False, fail_fast=True),
-]
-_Prefixes = Annotated[list[_Prefix], _Entries, BeforeValidator(_from_json)]
 _Flag = Annotated[bool, BeforeValidator(_as_bool)]
 
 
@@ -121,40 +76,6 @@ class BeamOptions(BaseModel):
     detokenize: _Flag = Field(
         default=True, description="Return the text of outputs; false saves the time."
     )
-    items: _Text | None = Field(
-        default=None,
-        description="Name of a catalogue of the engine: every hypothesis is one of its items.",
-    )
-    items_end: Literal["complete", "eos"] = Field(
-        default="complete",
-        description="'complete': a hypothesis ends with its item; 'eos': EOS must follow, and its "
-        "log-probability counts. Only with items.",
-    )
-    normalize: Literal["vocabulary", "valid"] = Field(
-        default="vocabulary",
-        description="Log-probabilities over the whole vocabulary, or over the tokens that may "
-        "follow. Only with items.",
-    )
-
-    weight_factor: float = Field(
-        default=0.0,
-        ge=-MAX_WEIGHT_FACTOR,
-        le=MAX_WEIGHT_FACTOR,
-        allow_inf_nan=False,
-        description="The weight of a complete item, times this, is added to its sum of "
-        "log-probabilities. Only with items.",
-    )
-    allow_items: _Ids | None = Field(
-        default=None, description="Ids of the items that are valid, next to allow_prefixes."
-    )
-    allow_prefixes: _Prefixes | None = Field(
-        default=None, description="Items that begin with one of these token sequences are valid."
-    )
-    deny_items: _Ids | None = Field(default=None, description="Ids of items that are not valid.")
-    deny_prefixes: _Prefixes | None = Field(
-        default=None,
-        description="Items that begin with one of these token sequences are not valid.",
-    )
 
     @model_validator(mode="after")
     def _check_together(self) -> BeamOptions:
@@ -172,36 +93,7 @@ class BeamOptions(BaseModel):
             raise ValueError(
                 "do_sample and num_beam_groups above 1 exclude each other; leave one of them out"
             )
-        if self.items is None:
-            for name in sorted(ITEM_OPTIONS - {"items"}):
-                field = BeamOptions.model_fields[name]
-                if name in self.model_fields_set and getattr(self, name) != field.default:
-                    raise ValueError(
-                        f"{name}={shown(getattr(self, name))} needs items; name a catalogue of the "
-                        f"engine, or leave {name} out"
-                    )
-        elif self.do_sample or self.num_beam_groups > 1 or self.no_repeat_ngram_size:
-            name = "no_repeat_ngram_size"
-            if not self.no_repeat_ngram_size:
-                name = "do_sample" if self.do_sample else "num_beam_groups"
-            raise ValueError(f"items and {name} exclude each other; leave one of them out")
-        num_rules = sum(len(getattr(self, name) or ()) for name in _RULES)
-        if num_rules > MAX_RULES:
-            raise ValueError(
-                f"{', '.join(_RULES)} have {num_rules} entries, at most {MAX_RULES} are allowed; "
-                "use prefixes for many items, or a catalogue of its own"
-            )
         return self
-
-
-OPTION_NAMES = frozenset(BeamOptions.model_fields)
-"""Keys of ``extra_args`` that belong to beam search."""
-
-
-_RULES = ("allow_items", "allow_prefixes", "deny_items", "deny_prefixes")
-
-ITEM_OPTIONS = frozenset({"items", "items_end", "normalize", "weight_factor", *_RULES})
-"""Those of them that concern catalogues."""
 
 
 class _Shown(reprlib.Repr):
@@ -226,15 +118,15 @@ def shown(value: object) -> str:
     return _SHOWN.repr(value)[:200]
 
 
-def parse_options(values: dict[str, Any]) -> BeamOptions:
-    """Check the beam-search keys of ``extra_args``.
+def parse_options(model: type[Options], values: Mapping[str, Any]) -> Options:
+    """Check beam-search keys of ``extra_args``.
 
     Raises:
         ValueError: One part for every option that is wrong: its name, what is allowed and its
             value.
     """
     try:
-        return BeamOptions.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         problems: dict[str, str] = {}  # by option: a union reports one problem per member
         for problem in error.errors():
@@ -242,8 +134,6 @@ def parse_options(values: dict[str, Any]) -> BeamOptions:
             message = problem["msg"].removeprefix("Value error, ")
             if name == "early_stopping":
                 message = "must be true, false or 'never'"
-            elif name in ("allow_items", "deny_items") and problem["type"] != "too_many":
-                message = "must be a list of integers of 64 bits, or one of strings"
             if name in values:
                 message += f", got {shown(values[name])}"
             problems[name] = f"{name}: {message}" if name else message

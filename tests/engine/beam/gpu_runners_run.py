@@ -36,7 +36,7 @@ from tests.engine.beam.cases import check_case, greedy_requests, prompt, request
 from tests.engine.beam.oracle import Case, constrained_search
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of
 from tests.engine.v2_waits import Waits
-from tests.unit.items.catalogues import PlainTrie, random_items, write
+from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
 from vllm_trie.extras.device_checks import search_check
 from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.searches import device_beams

@@ -28,7 +28,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_trie.hooks.wire import SPEC_KEY, beam_spec, search_settings
+from vllm_trie.hooks.wire import SPEC_KEY
 from vllm_trie.searches import BeamSearch, Candidates
 from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.searches.engine.scheduler.beam_scheduler import (
@@ -42,6 +42,8 @@ from vllm_trie.searches.engine.search_wire import (
     SELECTIONS,
     BeamStep,
     TokenSelection,
+    beam_spec,
+    search_settings,
 )
 
 VOCAB = 24

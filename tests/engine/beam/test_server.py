@@ -13,7 +13,7 @@ from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import Case, constrained_search, search
 from tests.engine.prompts import tokenizer
 from tests.engine.serving import MODEL_NAME, running
-from tests.unit.items.catalogues import PlainTrie, random_items, write
+from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
 from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.slow

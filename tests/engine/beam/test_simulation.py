@@ -54,7 +54,7 @@ def blocks_of_trie(group, block_size):
     block, and one for each sequence that goes on behind its last full block."""
     length = group.beams.proxy.num_computed_tokens
     sequences = [
-        (*group.prompt.tolist(), *generated)[:length]
+        (*group.request.prompt_token_ids, *generated)[:length]
         for generated in group.search.generated.tolist()
     ]
     full_blocks = {
@@ -195,14 +195,11 @@ def test_abort_in_every_state(vllm_config, asynchronous):
         simulation.check_clean()
 
 
-@pytest.mark.parametrize(
-    ("width", "prompt_length", "what"), [(17, 4, "max_num_seqs=16"), (16, 200, "KV blocks")]
-)
-def test_group_that_can_never_fit_is_refused(vllm_config, caplog, width, prompt_length, what):
+def test_group_that_can_never_fit_is_refused(vllm_config, caplog):
     # A prompt of 200 tokens takes 50 of the 60 blocks: no room for 16 tails.
     simulation = Simulation(vllm_config, num_blocks=61)
     with caplog.at_level("ERROR", logger="vllm_trie"):
-        simulation.add_beam("a", [1] * prompt_length, width, 3)
+        simulation.add_beam("a", [1] * 200, 16, 3)
     simulation.add_greedy("g", [1, 2, 3])
     simulation.run()
     assert simulation.finished["a"].reason == "error"

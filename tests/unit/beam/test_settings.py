@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_trie.searches import parse_options
+from vllm_trie.searches import BeamOptions, parse_options
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,24 @@ from vllm_trie.searches import parse_options
 )
 def test_wrong_options_are_named(values, message):
     with pytest.raises(ValueError, match=message):
-        parse_options(values)
+        parse_options(BeamOptions, values)
 
 
 def test_defaults_and_integers_for_numbers():
-    options = parse_options({"beam_width": 4, "length_penalty": 2, "early_stopping": "never"})
+    options = parse_options(
+        BeamOptions, {"beam_width": 4, "length_penalty": 2, "early_stopping": "never"}
+    )
     assert options.length_penalty == 2.0
     assert options.early_stopping == "never"
-    assert parse_options({"beam_width": 1}).early_stopping is False
+    assert parse_options(BeamOptions, {"beam_width": 1}).early_stopping is False
 
 
 @pytest.mark.parametrize(
     ("value", "meaning"), [(1, True), (0, False), ("true", True), ("False", False)]
 )
 def test_flags_as_http_sends_them(value, meaning):
-    options = parse_options({"beam_width": 2, "early_stopping": value, "do_sample": value})
+    options = parse_options(
+        BeamOptions, {"beam_width": 2, "early_stopping": value, "do_sample": value}
+    )
     assert options.early_stopping is meaning
     assert options.do_sample is meaning

@@ -22,7 +22,7 @@ def ours():
 
     labels = {}
     made = metrics._Metrics()
-    beams = map(metrics.beam_counter, metrics.BEAM_COUNTERS)
+    beams = map(metrics.beam_counter, metrics.beam_counters())
     others = (made.draft_failures, made.waits, made.tokens_per_step)
     for metric in (*made.counters.values(), *others, *beams):
         (described,) = metric.describe()

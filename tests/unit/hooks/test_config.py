@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.unit.items.catalogues import write
 from vllm_trie.drafts import Drafter, available_methods, registry
 from vllm_trie.drafts.drafter import DrafterOptions
 from vllm_trie.drafts.engine.config import PROPOSER_CLASS, read
@@ -227,11 +226,6 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], list[str]]] = [
         for key in ("beam_search", "allow_untested_gpu")
         for v in (0, 1, "false", None, {})
     ),
-    *(
-        (speculative, {"items": v}, {}, [f"{BEAMS}['items']={v!r}", "must map names to paths"])
-        for speculative in (None, TRIE)
-        for v in ("path", ["path"], {"name": 3}, {"name": ""}, {3: "path"}, None)
-    ),
 ]
 
 
@@ -310,30 +304,6 @@ def test_what_is_left_to_vllm(tmp_path, monkeypatch):
         {"method": 3}, {"model": "ngram_tri"},
     ):  # fmt: skip
         refuse_misspelled_method(arguments(speculative))
-
-
-def serving(path: object, **values: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        additional_config={CONFIG_KEY: {"items": {"shop": str(path)}}},
-        model_config=SimpleNamespace(get_vocab_size=lambda: 10),
-        **{"speculative_config": None, **values},
-    )
-
-
-def test_catalogues_that_cannot_be_served(tmp_path, monkeypatch):
-    monkeypatch.setattr(beam_support, "reason_off", lambda config: None)
-    path = write(tmp_path / "items.trie", {(1, 9): 1})
-    beam_support.check_catalogues(serving(path))
-    larger = write(tmp_path / "larger.trie", {(1, 10): 1})
-    for wrong, message in (
-        (serving(tmp_path / "none"), "none: No such file"),
-        (serving(larger), "it has token 10, the model's vocabulary has 10 tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            beam_support.check_catalogues(wrong)
-    monkeypatch.setattr(beam_support, "reason_off", lambda config: "it is switched off")
-    with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
-        beam_support.check_catalogues(serving(path))
 
 
 def test_bugs_keep_their_traceback_where_refusals_become_a_line(monkeypatch, capsys):

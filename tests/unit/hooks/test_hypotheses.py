@@ -18,10 +18,11 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.engine.prompts import tokenizer
 from vllm_trie.hooks.ledger.installation import Installation
 from vllm_trie.hooks.ledger.table import patches_here
-from vllm_trie.hooks.wire import SPEC_KEY, HypothesisAnswer, SearchAnswer
+from vllm_trie.hooks.wire import SPEC_KEY
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
+from vllm_trie.searches.engine.search_wire import HypothesisAnswer, SearchAnswer
 
 LENGTHS = (6, 4, 0, 6)
 PROMPT = tokenizer().encode("def café(self):\n    return 'naïve'\n" * 12)
@@ -86,7 +87,10 @@ def stop(index: int) -> int | None:
 
 
 def as_a_search(params: SamplingParams, num_logprobs: int | None = None) -> list[Any]:
-    processor, request = OutputProcessor(tokenizer(), log_stats=False), made(prepare_params(params))
+    processor, request = (
+        OutputProcessor(tokenizer(), log_stats=False),
+        made(prepare_params(params)),
+    )
     assert request.params.n == 1
     processor.add_request(request, "text", None, 0)
     tokens, logprobs = answer(num_logprobs)
@@ -143,21 +147,12 @@ def test_outputs(options, kind):
 
 
 @pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("items_end", ["complete", "eos"])
-def test_the_text_of_an_item_is_whole(items_end):
-    """Only EOS behind it is no part of the text, as in Hugging Face's of the same tokens."""
-    extra_args = {"beam_width": 4, "items": "catalogue", "items_end": items_end}
-    [result] = as_a_search(SamplingParams(n=len(LENGTHS), extra_args=extra_args))
-    output, tokens = result.outputs[1], answer(None)[0][1]
-    assert output.finish_reason == "stop"
-    assert output.token_ids == tokens
-    assert output.text == tokenizer().decode(tokens if items_end == "complete" else tokens[:-1])
-
-
-@pytest.mark.usefixtures("patched")
 def test_an_aborted_search_has_all_its_outputs():
     params = SamplingParams(n=3, extra_args={"beam_width": 4})
-    processor, request = OutputProcessor(tokenizer(), log_stats=False), made(prepare_params(params))
+    processor, request = (
+        OutputProcessor(tokenizer(), log_stats=False),
+        made(prepare_params(params)),
+    )
     queue: list[Any] = []
     processor.add_request(request, "text", None, 0, type("Queue", (), {"put": queue.append}))
     assert processor.abort_requests(["A"], internal=False) == ["a"]

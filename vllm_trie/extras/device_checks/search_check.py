@@ -23,12 +23,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.limits import is_cuda, reason_off
-from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, SearchAnswer, internal_params, packed
+from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, internal_params
 from vllm_trie.searches import BeamOptions
 from vllm_trie.searches.engine.beam_support import beam_slots, min_blocks
 from vllm_trie.searches.engine.scheduler.beam_scheduler import TrieBeamScheduler
 from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 from vllm_trie.searches.engine.scheduler.tables import num_blocks
+from vllm_trie.searches.engine.search_wire import BeamSpec, SearchAnswer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -188,7 +189,7 @@ class _Check:
         """Return a search, or an ordinary request if `width` is None."""
         params = internal_params(self._num_tokens, logprobs=logprobs)
         if width is not None:
-            search = {"n": width, "options": packed(BeamOptions(beam_width=width))}
+            search = BeamSpec(width, BeamOptions(beam_width=width)).packed()
             params.extra_args = {SPEC_KEY: search}
         return self._new(prompt, params)
 

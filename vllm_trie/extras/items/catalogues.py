@@ -7,22 +7,23 @@ the file, or reads the file on another host if its digest is the one that the sc
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from vllm.sampling_params import SamplingParams
 
-from vllm_trie.extras.items import ROOT, ItemTrie, open_items
 from vllm_trie.extras.items.search import ItemSearch
 from vllm_trie.extras.items.selection import Rules, Selection, select, view
-from vllm_trie.extras.items.step import Continuations
+from vllm_trie.extras.items.step import Continuations, Normalize
+from vllm_trie.extras.items.trie import ROOT, ItemId, ItemTrie
+from vllm_trie.extras.items.trie_file import open_items
+from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.files.watched_file import WatchedFile
-from vllm_trie.hooks.wire import BeamSpec, packed, search_settings
-from vllm_trie.searches import BeamOptions, Children
-from vllm_trie.searches.engine.search_wire import ItemSelection
+from vllm_trie.searches import Children, Hypothesis, SearchSettings
+from vllm_trie.searches.engine.constraint import GroupSearch
 
 
 class Catalogue(NamedTuple):
@@ -52,30 +53,15 @@ class Catalogues:
         }
         self._selections: OrderedDict[tuple[str, str], Selection] = OrderedDict()
 
-    def __bool__(self) -> bool:
-        return bool(self._files)
-
     def latest(self, name: str) -> Catalogue:
-        """Return the newest checked version of a catalogue.
-
-        Raises:
-            ValueError: There is no catalogue of this name.
-        """
-        if name not in self._files:
-            raise ValueError(f"items={name!r} is no catalogue of this engine")
+        """Return the newest checked version of a catalogue."""
         return self._files[name].latest()
 
-    def select(self, catalogue: Catalogue, options: BeamOptions) -> Selection | None:
-        """Return the part of a catalogue that a request may generate, None for all of it."""
-        rules = Rules(
-            options.allow_items,
-            options.allow_prefixes,
-            options.deny_items or (),
-            options.deny_prefixes or (),
-        )
+    def select(self, catalogue: Catalogue, rules: Rules) -> Selection | None:
+        """Return the part of a catalogue that rules allow, None for all of it."""
         if not rules.restrict:
             return None
-        key = catalogue.trie.version, packed(options)
+        key = catalogue.trie.version, json.dumps(rules)
         selection = self._selections.get(key)
         if selection is None:
             selection = self._selections[key] = select(catalogue.trie, rules)
@@ -84,38 +70,25 @@ class Catalogues:
         return selection
 
 
-class GroupItems(ItemSearch):
-    """The search of a constrained group, and what passes between it and the worker.
-
-    Attributes:
-        counts: For metrics, over all steps: children that hypotheses could go to, and hypotheses
-            that could go to one only.
-    """
+class GroupItems(ItemSearch, GroupSearch):
+    """The search of a group inside a catalogue."""
 
     def __init__(
-        self, catalogues: Catalogues, spec: BeamSpec, params: SamplingParams, max_new_tokens: int
+        self,
+        catalogue: Catalogue,
+        selection: Selection | None,
+        normalize: Normalize,
+        settings: SearchSettings,
+        eos_token_id: int | None,
+        weight_factor: float,
     ) -> None:
-        options = spec.options
-        assert options.items is not None
-        self._catalogue = catalogues.latest(options.items)
-        self._normalize = options.normalize
-        self._selection = catalogues.select(self._catalogue, options)
-        needed = self._catalogue.trie.max_length + (options.items_end == "eos")
-        if max_new_tokens < needed:
-            raise ValueError(
-                f"the longest item needs {needed} tokens, the request has room for "
-                f"{max_new_tokens}; raise max_tokens or shorten the prompt"
-            )
-        super().__init__(
-            view(self._catalogue.trie, self._selection),
-            search_settings(params, spec, needed),
-            params.eos_token_id if options.items_end == "eos" else None,
-            options.weight_factor,
-        )
-        self.counts = {"valid_children": 0, "forced_tokens": 0}
+        trie = view(catalogue.trie, selection)
+        super().__init__(trie, settings, eos_token_id, weight_factor)
+        self._catalogue, self._selection = catalogue, selection
+        self._normalize: Normalize = normalize
+        self._valid_children = self._forced_tokens = 0
 
     def selection(self, proxy_id: str, rows: np.ndarray) -> ItemSelection:
-        """Return what the worker needs to select candidates of some rows of the search."""
         return ItemSelection(
             str(self._catalogue.path),
             self._catalogue.trie.memory,
@@ -140,6 +113,19 @@ class GroupItems(ItemSearch):
         if not possible and self.trie.has_children(np.array([ROOT])).all():
             raise RuntimeError("no row has a possible candidate")
         children = self.trie.num_children(self.nodes)
-        self.counts["valid_children"] += int(children.sum())
-        self.counts["forced_tokens"] += int((children == 1).sum())
+        self._valid_children += int(children.sum())
+        self._forced_tokens += int((children == 1).sum())
         return super().advance(continuations)
+
+    def described(self, hypothesis: Hypothesis) -> tuple[ItemId | None, dict[str, Any]]:
+        if not len(hypothesis.places):  # one that the search did not find
+            return None, {}
+        (item,) = self.item_ids([hypothesis])
+        return item, {"item": item}
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "item_steps": self.search.steps,
+            "valid_children": self._valid_children,
+            "forced_tokens": self._forced_tokens,
+        }

@@ -22,8 +22,8 @@ from vllm_trie.hooks.frontend.request_options import (
     option_keys,
 )
 from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY, extra_args_of
-from vllm_trie.searches import ITEM_OPTIONS, OPTION_NAMES
 from vllm_trie.searches.engine.beam_support import BeamRequestError
+from vllm_trie.searches.engine.constraint import constraints, option_names
 from vllm_trie.searches.settings import shown
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ def refusing_what_fails() -> Iterator[None]:
 @functools.cache
 def _alone() -> frozenset[str]:
     """Return the keys that work alone: misspelled or misplaced, they would be ignored."""
-    return option_keys() | {"beam_width", "items"}
+    return option_keys() | {"beam_width", *constraints()}
 
 
 @functools.cache
 def _own() -> frozenset[str]:
-    return OPTION_NAMES | option_keys() | {CACHE_SALT}
+    return option_keys() | {CACHE_SALT, *option_names()}
 
 
 def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequence[str]) -> None:
@@ -130,7 +130,7 @@ def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequen
                 "(characters and numbers) are allowed where no custom logits processor reads it; "
                 "leave it out"
             )
-    if not processors and "beam_width" not in extra_args and "items" not in extra_args:
+    if not processors and extra_args.keys().isdisjoint(("beam_width", *constraints())):
         _refuse_without_width(extra_args)
 
 
@@ -138,8 +138,7 @@ def _refuse_without_width(extra_args: Mapping[str, object]) -> None:
     """Refuse what would be ignored: the request would be decoded without a beam search."""
     unknown = []
     for name, value in extra_args.items():
-        if name in OPTION_NAMES:
-            needed = "items" if name in ITEM_OPTIONS else "beam_width"
+        if needed := option_names().get(name):
             raise BeamRequestError(
                 f"beam search: {name}={shown(value)} needs {needed!r}; add it, or leave {name} out"
             )
@@ -172,7 +171,7 @@ def refuse_misspelled(names: Iterable[str]) -> None:
                 f"beam search: {name!r} of Hugging Face's generate is not supported with "
                 "'beam_width'; leave it out"
             )
-    for name, meant in _misspelled(names, OPTION_NAMES):
+    for name, meant in _misspelled(names, option_names()):
         raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
 
 
@@ -182,7 +181,7 @@ def refuse_misplaced(fields: Mapping[str, object], is_beam: bool) -> None:
     Of a beam search all options; of another request those that work alone, as clients of other
     servers may send the others.
     """
-    options = OPTION_NAMES | _alone() if is_beam else _alone()
+    options = option_names().keys() | _alone() if is_beam else _alone()
     for name, value in fields.items():
         if name in options:
             raise BeamRequestError(

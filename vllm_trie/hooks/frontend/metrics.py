@@ -72,27 +72,31 @@ def _brought_counters() -> Mapping[str, str]:
     return {name: text for _, texts in brought("counters") for name, text in texts.items()}
 
 
-BEAM_COUNTERS = {
+_BEAM_COUNTERS = {
     "searches": "Beam searches that ended.",
     "hypotheses": "Sum of their widths.",
     "waiting_seconds": "Time from their arrival to their start.",
     "steps": "Steps that they took.",
-    "item_steps": "Steps of those inside catalogues.",
-    "valid_children": "Tokens that could follow the hypotheses of these steps.",
-    "forced_tokens": "Hypotheses of these steps that only one token could follow.",
 }
 """Those of beam searches; their names begin with ``vllm:trie_beam_``."""
 
 
+@functools.cache
+def beam_counters() -> Mapping[str, str]:
+    """Return those of beam searches and of extras, with their help texts."""
+    of_extras = (texts for _, texts in brought("search_counters"))
+    return {name: text for texts in (_BEAM_COUNTERS, *of_extras) for name, text in texts.items()}
+
+
 def beam_counter(name: str) -> Any:
-    """Return a counter of :data:`BEAM_COUNTERS`, registered once a process."""
-    return register_metric(Counter, f"vllm:trie_beam_{name}", BEAM_COUNTERS[name], _BEAM_LABELS)
+    """Return a counter of :func:`beam_counters`, registered once a process."""
+    return register_metric(Counter, f"vllm:trie_beam_{name}", beam_counters()[name], _BEAM_LABELS)
 
 
 def record_search(report: Mapping[str, object]) -> None:
     """Count a search, whose report has labels and amounts."""
     labels = [report[label] for label in _BEAM_LABELS]
-    for name in report.keys() & BEAM_COUNTERS.keys():
+    for name in report.keys() & beam_counters().keys():
         beam_counter(name).labels(*labels).inc(report[name])
 
 

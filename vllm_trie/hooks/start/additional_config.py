@@ -1,6 +1,6 @@
 """The plugin's part of vLLM's ``additional_config``, which every process reads.
 
-It has the switches and catalogues of beam search, and a speculative method with its options.
+It has the switches, the options of extras, and a speculative method with its options.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ CONFIG_KEY = "vllm_trie"
 """The plugin's key in vLLM's ``additional_config``."""
 BEAM_SEARCH = "beam_search"
 """False turns native beam search off. Tree speculation leaves this key alone."""
-ITEMS = "items"
-"""Catalogues for constrained beam search, name to path. Tree speculation leaves this key alone."""
 BEAM_KEYS = frozenset({BEAM_SEARCH, *(key for _, keys in brought("keys") for key in keys)})
 """Keys that are not options of a speculative method."""
 ALLOW_GPU = "allow_untested_gpu"
@@ -38,8 +36,8 @@ def own_part(additional_config: object) -> Mapping[str, Any]:
     """Return the plugin's part, empty if there is none.
 
     Raises:
-        RefusedError: It is no mapping, its key is misspelled, a switch in it is neither True nor
-            False or stands outside of it, or catalogues are not paths by name.
+        RefusedError: It is no mapping, its key is misspelled, or a switch in it is neither True nor
+            False or stands outside of it.
     """
     everything = additional_config if isinstance(additional_config, Mapping) else {}
     given = everything.get(CONFIG_KEY, {})
@@ -57,13 +55,6 @@ def own_part(additional_config: object) -> Mapping[str, Any]:
     for key in SWITCHES:
         if not isinstance(given.get(key, False), bool):
             raise RefusedError(f"{spelled(key)}={given[key]!r} must be True or False")
-    items = given.get(ITEMS, {})
-    if not isinstance(items, Mapping) or any(
-        not isinstance(text, str) or not text for pair in items.items() for text in pair
-    ):
-        raise RefusedError(
-            f"{spelled(ITEMS)}={items!r} must map names to paths, as in {{'catalogue': 'PATH'}}"
-        )
     return given
 
 

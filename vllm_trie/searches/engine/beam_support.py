@@ -1,8 +1,7 @@
-"""What an engine can search natively: why not, with which catalogues, and how wide."""
+"""What an engine can search natively: why not, and how wide."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
@@ -12,17 +11,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_trie.extras.items.trie_file import ItemsError, check_vocabulary, read_header
-from vllm_trie.hooks.start.additional_config import ITEMS, own_part, spelled
 from vllm_trie.hooks.start.limits import reason_off
-from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
 # -- engines ---------------------------------------------------------------------------------------
 
@@ -74,33 +69,6 @@ def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
     return None
 
 
-def catalogue_paths(vllm_config: VllmConfig) -> dict[str, Path]:
-    """Return the files of the engine's catalogues by name, empty if it has none."""
-    given = own_part(vllm_config.additional_config).get(ITEMS, {})
-    return {name: Path(path) for name, path in given.items()}
-
-
-def check_catalogues(vllm_config: VllmConfig) -> None:
-    """Refuse catalogues that the engine cannot serve; reads their headers.
-
-    Raises:
-        RefusedError: Native beam search is off, or a file is missing, damaged, or has tokens
-            outside the vocabulary.
-    """
-    paths = catalogue_paths(vllm_config)
-    if not paths:
-        return
-    reason = reason_off(vllm_config)
-    if reason is not None:
-        raise RefusedError(f"{spelled(ITEMS)} cannot be served: {reason}")
-    vocab_size = vllm_config.model_config.get_vocab_size()
-    for name, path in paths.items():
-        try:
-            check_vocabulary(path, read_header(path), vocab_size)
-        except ItemsError as error:
-            raise ItemsError(f"{spelled(ITEMS)}[{name!r}] is an unusable file: {error}") from None
-
-
 # -- requests --------------------------------------------------------------------------------------
 
 
@@ -108,7 +76,7 @@ class BeamRequestError(VLLMValidationError, ValueError):
     """A beam request that cannot be served; the server answers 400 with its message."""
 
 
-def check_inputs(request: EngineCoreRequest | Request) -> None:
+def check_inputs(request: EngineCoreRequest) -> None:
     """Refuse a beam request with inputs that the search cannot continue.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the workers about the beams of groups.
+"""What passes between the front end, the scheduler and the workers about searches.
 
 The workers keep no state of beams: their tokens and block tables come with every step. Plain
 searches under asynchronous scheduling are the exception: the device chooses the children, and the
@@ -7,41 +7,142 @@ next step begins before the scheduler hears of them.
 A search without rules of its own needs the best continuations of all its beams together, which are
 hundreds of times fewer than the best of each beam. vLLM's sampler would give the same number of
 log-probabilities to all requests of the batch. The workers therefore select candidates next to the
-sampler, with the beams' cumulative log-probabilities or from a catalogue, and send them with the
-step's output.
+sampler, with the beams' cumulative log-probabilities, and send them with the step's output.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
+from pydantic import BaseModel
+from vllm.sampling_params import SamplingParams
 
-from vllm_trie.extras.items.selection import Selection
-from vllm_trie.extras.items.step import Continuations, Normalize
-from vllm_trie.searches import Candidates, Draws
+from vllm_trie.hooks.wire import SPEC_KEY, extra_args_of
+from vllm_trie.searches import BeamOptions, Candidates, Draws, SearchSettings
 from vllm_trie.searches.blocks import TokenRules
+from vllm_trie.searches.device_step import launch_best
+from vllm_trie.searches.engine.constraint import SearchConstraint, WorkerParts, constraints
+from vllm_trie.searches.top_k import best_of_rows, launch_draws, select_best
+from vllm_trie.searches.unfetched import Unfetched
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-StepCandidates = Candidates | Continuations
-"""Candidates of a group: tokens, or nodes of its catalogue."""
+# -- front end and scheduler -----------------------------------------------------------------------
+
+
+class BeamSpec(NamedTuple):
+    """Description of a search that the engine needs in addition to ``SamplingParams``.
+
+    Attributes:
+        n: Hypotheses to return. vLLM sees a request with one output.
+        options: Options of the search.
+        constraint: What its candidates are in place of tokens, None for tokens.
+    """
+
+    n: int
+    options: BeamOptions
+    constraint: SearchConstraint | None = None
+
+    def packed(self) -> list[Any]:
+        """Return the description as it travels: texts are copied and read at no cost."""
+        result = [self.n, _text(self.options)]
+        if self.constraint is not None:
+            leader = next(iter(type(self.constraint).model_fields))
+            result += [leader, _text(self.constraint)]
+        return result
+
+
+def _text(options: BaseModel) -> str:
+    return options.model_dump_json(exclude_defaults=True)
+
+
+def beam_spec(params: SamplingParams) -> BeamSpec:
+    """Return the description of a search, which the front end has checked."""
+    n, options, *constraint = extra_args_of(params)[SPEC_KEY]
+    spec = BeamSpec(n, BeamOptions.model_validate_json(options))
+    if not constraint:
+        return spec
+    leader, text = constraint
+    return spec._replace(constraint=constraints()[leader].model_validate_json(text))
+
+
+def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
+    """Return the settings of the search that a request's parameters ask for."""
+    stop_token_ids = [params.eos_token_id, *(params.stop_token_ids or ())]
+    if spec.constraint is not None:
+        stop_token_ids = spec.constraint.stop_token_ids(params)
+    do_sample = spec.options.do_sample
+    return SearchSettings(
+        **spec.options.model_dump(exclude={"beam_trace", "detokenize"}),
+        trace=spec.options.beam_trace,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=tuple(dict.fromkeys(t for t in stop_token_ids if t is not None)),
+        temperature=params.temperature if do_sample else 1.0,
+        top_k=max(params.top_k, 0) if do_sample else 0,
+        top_p=params.top_p if do_sample else 1.0,
+        # NumPy's generators take no negative seeds.
+        seed=None if params.seed is None or not do_sample else params.seed % 2**64,
+        min_tokens=params.min_tokens,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
+        logit_bias=tuple((params.logit_bias or {}).items()),
+    )
+
+
+class SearchAnswer(NamedTuple):
+    """Result of a search; the tokens of its hypotheses are one behind another in its output.
+
+    Attributes:
+        hypotheses: Best first.
+        logprobs: Bytes of int32 [tokens, 1 + k] token ids, float32 [tokens, 1 + k] and int64
+            [tokens] ranks of all hypotheses, None if the request has no ``logprobs``.
+        shared: What all of them have in ``CompletionOutput.beam``.
+        report: Labels and amounts of the plugin's counters, None without statistics.
+    """
+
+    hypotheses: list[HypothesisAnswer]
+    logprobs: tuple[bytes, bytes, bytes] | None
+    shared: dict[str, Any]
+    report: dict[str, Any] | None
+
+
+class HypothesisAnswer(NamedTuple):
+    """One hypothesis of a :class:`SearchAnswer`.
+
+    Attributes:
+        num_tokens: Its length.
+        finish_reason: vLLM's ``FinishReason``.
+        stop_reason: As in ``CompletionOutput``.
+        beam: Its own part of ``CompletionOutput.beam``, also attributes of the output.
+    """
+
+    num_tokens: int
+    finish_reason: int
+    stop_reason: int | str | None
+    beam: dict[str, Any]
+
+
+# -- scheduler and workers -------------------------------------------------------------------------
 
 BEAM_STEPS = "vllm_trie_beams"
 """Attribute of a ``SchedulerOutput``: a list of :class:`BeamStep`. Missing if there are none."""
 
 CANDIDATES = "vllm_trie_candidates"
-"""Attribute of a ``ModelRunnerOutput``: :data:`StepCandidates` of each selection, None for one that
+"""Attribute of a ``ModelRunnerOutput``: the candidates of each selection, None for one that
 failed."""
 
 SELECTIONS = "vllm_trie_selections"
-"""Attribute of a ``SchedulerOutput``: a list of :class:`TokenSelection` and
-:class:`ItemSelection`. Missing if there is none in an engine without catalogues."""
+"""Attribute of a ``SchedulerOutput``: a list of :class:`~.constraint.Selection`. Missing if there
+are none."""
 
 
 class TokenSelection(NamedTuple):
-    """Candidates of a group without a catalogue.
+    """Candidates of a group that are tokens.
 
     Attributes:
         proxy_id: The request that stands for the group.
@@ -61,6 +162,21 @@ class TokenSelection(NamedTuple):
     rules: TokenRules | None = None
     draws: Draws | None = None
     stop_token_ids: tuple[int, ...] | None = None
+
+    def launch(self, logits: torch.Tensor, worker: WorkerParts) -> Unfetched[Candidates]:
+        """Start the selection from float [beams, vocab]."""
+        totals, count, rules = self.totals, self.num_candidates, self.rules
+        if self.stop_token_ids is not None:
+            beams = worker.beams[self.proxy_id]
+            return beams.launch(logits, totals, count, self.stop_token_ids)
+        if totals is None:
+            return best_of_rows(logits, count, rules)
+        if self.draws is not None:
+            return launch_draws(logits, totals, count, rules, self.draws)
+        if not worker.waits:
+            return launch_best(logits, totals, count, rules)
+        candidates = select_best(logits.cpu(), totals, count, rules)
+        return Unfetched((), lambda: candidates)
 
 
 class BeamStep(NamedTuple):
@@ -89,33 +205,3 @@ class BeamStep(NamedTuple):
     def num_beams(self) -> int:
         """The number of beams."""
         return len(self.suffix[0])
-
-
-class ItemSelection(NamedTuple):
-    """Candidates of a group inside a catalogue.
-
-    Attributes:
-        path: The catalogue's file.
-        memory: Where the scheduler has its content.
-        version: Its digest.
-        beam_width: Width of the search.
-        eos_token_id: Token that must follow an item, None if nothing follows it.
-        normalize: What the probabilities are normalized over.
-        proxy_id: The request that stands for the group.
-        selection: The valid part of the catalogue, None for all of it.
-        weight_factor: Factor of the items' weights.
-        nodes: int32 [beams], their places in the trie.
-        totals: float32 [beams], their cumulative log-probabilities.
-    """
-
-    path: str
-    memory: str
-    version: str
-    beam_width: int
-    eos_token_id: int | None
-    normalize: Normalize
-    proxy_id: str
-    selection: Selection | None
-    weight_factor: float
-    nodes: np.ndarray
-    totals: np.ndarray

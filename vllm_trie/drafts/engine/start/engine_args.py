@@ -19,7 +19,6 @@ from vllm_trie.hooks.ledger.record import PLUGGABLE, Result, Symbols
 from vllm_trie.hooks.start import runner_choice
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.refusal import RefusedError
-from vllm_trie.searches.engine.beam_support import check_catalogues
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -86,7 +85,7 @@ def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
 def verify(vllm_config: VllmConfig) -> None:
     """Refuse a complete configuration that its method cannot run with; finish one that it can.
 
-    Refuses catalogues that cannot serve, and other files that options name, by their headers.
+    Refuses files that options name and that cannot be used, by their headers.
 
     Raises:
         RefusedError: Every reason at once.
@@ -105,7 +104,6 @@ def verify(vllm_config: VllmConfig) -> None:
             vllm_config.model_config.get_vocab_size(),
             tree_config.draft_model,
         )
-    check_catalogues(vllm_config)
     for check in loaded("start_check"):
         check(vllm_config)
 

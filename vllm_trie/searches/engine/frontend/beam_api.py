@@ -16,12 +16,13 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-from vllm_trie.searches import ITEM_OPTIONS, MAX_LENGTH_PENALTY
+from vllm_trie.searches import MAX_LENGTH_PENALTY, BeamOptions
 from vllm_trie.searches.engine.beam_support import (
     BeamRequestError,
     beam_slots,
     reason_for_stock_search,
 )
+from vllm_trie.searches.engine.constraint import constraints, option_names
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.searches.engine.frontend.requests import check_api_request
 from vllm_trie.searches.settings import shown
@@ -34,14 +35,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-EXTRA_OPTIONS = (
-    "early_stopping",
-    "do_sample",
-    "num_beam_groups",
-    "diversity_penalty",
-    *sorted(ITEM_OPTIONS),
-)
-"""Attributes of a ``BeamSearchParams`` that the native search reads, next to vLLM's fields."""
+EXTRA_OPTIONS = ("early_stopping", "do_sample", "num_beam_groups", "diversity_penalty")
+"""Attributes of a ``BeamSearchParams`` that the native search reads, next to vLLM's fields and the
+options of constraints."""
 
 NOT_TOKENS = "only text prompts and token ids are searched natively"
 
@@ -49,21 +45,23 @@ NOT_TOKENS = "only text prompts and token ids are searched natively"
 def beam_extra_args(params: BeamSearchParams) -> dict[str, Any]:
     """Return the ``extra_args`` that ask the engine for this search."""
     extra_args = {"beam_width": params.beam_width, "length_penalty": params.length_penalty}
-    given = {name: getattr(params, name) for name in EXTRA_OPTIONS if hasattr(params, name)}
+    names = (*EXTRA_OPTIONS, *sorted(option_names().keys() - BeamOptions.model_fields.keys()))
+    given = {name: getattr(params, name) for name in names if hasattr(params, name)}
     return {**extra_args, **given}
 
 
-def _refuse_items(extra_args: Mapping[str, Any], reason: str) -> None:
-    """Refuse a search inside a catalogue that only vLLM's own search, which has none, could serve.
+def _refuse_constraints(extra_args: Mapping[str, Any], reason: str) -> None:
+    """Refuse a constrained search, which vLLM's own search would leave without its constraint.
 
     Raises:
-        BeamRequestError: The search is inside a catalogue.
+        BeamRequestError: The search is constrained.
     """
-    if extra_args.get("items") is not None:
-        raise BeamRequestError(
-            f"items={shown(extra_args['items'])} needs the native beam search, which cannot "
-            f"serve this request: {reason}"
-        )
+    for name in constraints():
+        if extra_args.get(name) is not None:
+            raise BeamRequestError(
+                f"{name}={shown(extra_args[name])} needs the native beam search, which cannot "
+                f"serve this request: {reason}"
+            )
 
 
 _FIELDS = (
@@ -114,7 +112,7 @@ def search_offline(
         if any(engine_input["type"] != "token" for engine_input in engine_inputs):
             reason = NOT_TOKENS
     if reason is not None:
-        _refuse_items(beam_extra_args(params), reason)
+        _refuse_constraints(beam_extra_args(params), reason)
         logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
         return None
 
@@ -167,7 +165,7 @@ def search_online(
     if reason is None and prompt["type"] != "token":
         reason = NOT_TOKENS
     if reason is not None:
-        _refuse_items(_extra_args(params), reason)
+        _refuse_constraints(_extra_args(params), reason)
         logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
         return None
     check_api_request(getattr(params, "openai_request", None))
@@ -282,8 +280,8 @@ def _to_beam_output(
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )
-        sequence.score = output.score  # type: ignore[attr-defined]
-        if hasattr(output, "item"):
-            sequence.item = output.item  # type: ignore[attr-defined]
+        of_output = vars(output)  # with what its hypothesis has of its own
+        names = of_output["beam"].keys() & of_output.keys()
+        vars(sequence).update({name: of_output[name] for name in names})
         sequences.append(sequence)
     return BeamSearchOutput(sequences=sequences)

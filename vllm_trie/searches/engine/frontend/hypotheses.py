@@ -7,7 +7,7 @@ text, log-probabilities, a ``CompletionOutput``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm_trie.hooks.frontend.answers import take_along
 from vllm_trie.hooks.frontend.metrics import record_search
 from vllm_trie.hooks.ledger.record import of_beams
-from vllm_trie.hooks.wire import SPEC_KEY, HypothesisAnswer, SearchAnswer, beam_spec, is_search
+from vllm_trie.hooks.wire import SPEC_KEY, is_search
+from vllm_trie.searches.engine.search_wire import HypothesisAnswer, SearchAnswer, beam_spec
 
 if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
@@ -47,8 +48,8 @@ class SearchOutputs(ParentRequest):
         params, prompt = request.sampling_params, request.prompt_token_ids
         assert params is not None
         assert prompt is not None
-        self._n, options = beam_spec(params)
-        self._ends_with_items = options.items is not None and options.items_end == "complete"
+        self._n, _, constraint = beam_spec(params)
+        self._ends_with_stop_token = constraint is None or bool(constraint.stop_token_ids(params))
         self._state = state
         self._tokenizer = tokenizer if params.detokenize else None
         self._request = copy(request)
@@ -87,7 +88,7 @@ class SearchOutputs(ParentRequest):
                 stop_reason=hypothesis.stop_reason,
             )
             self._complete(output, logprobs and logprobs.slice_request(start, end - start))
-            _add_beam(output, hypothesis.beam | answer.shared)
+            _add_beam(output, hypothesis.beam, answer.shared)
             outputs.append(output)
             start = end
         self.max_num_generation_tokens = max(len(output.token_ids) for output in outputs)
@@ -100,7 +101,7 @@ class SearchOutputs(ParentRequest):
     def _complete(self, output: CompletionOutput, logprobs: LogprobsLists | None) -> None:
         """Add text and log-probabilities as vLLM does."""
         detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
-        ends_with_stop_token = output.finish_reason == "stop" and not self._ends_with_items
+        ends_with_stop_token = output.finish_reason == "stop" and self._ends_with_stop_token
         stop = detokenizer.update([*output.token_ids], ends_with_stop_token)
         if stop:
             output.finish_reason, output.stop_reason = "stop", stop
@@ -125,19 +126,14 @@ def _logprobs_of(answer: SearchAnswer) -> LogprobsLists | None:
     return LogprobsLists(token_ids.reshape(shape), values.reshape(shape), ranks)
 
 
-def _add_beam(output: CompletionOutput, beam: dict[str, Any]) -> None:
+def _add_beam(output: CompletionOutput, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
     """Give a hypothesis its ``cumulative_logprob``, ``score`` and ``beam``.
 
-    ``beam`` is a dictionary: ``score``, ``cumulative_logprob``, ``steps`` of the search, ``item``,
-    the id of the item that was found, if the search was inside a catalogue, and ``trace``, if asked
-    for. The id is also the output's ``item``.
+    ``beam`` is a dictionary: what is its own, also attributes of the output, ``steps`` of the
+    search, and ``trace``, if asked for.
     """
-    hypothesis: Any = output
-    hypothesis.cumulative_logprob = beam["cumulative_logprob"]
-    hypothesis.score = beam["score"]
-    hypothesis.beam = beam
-    if "item" in beam:
-        hypothesis.item = beam["item"]
+    for name, value in {**own, "beam": {**own, **shared}}.items():
+        setattr(output, name, value)
 
 
 @_engine.wraps(

@@ -6,16 +6,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import BaseModel
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.extras.items import ItemsError, ItemsHeader, read_header
-from vllm_trie.files.watched_file import file_stamp
 from vllm_trie.hooks.frontend.extra_args import (
     check_extra_args,
     custom_processors,
@@ -24,25 +21,24 @@ from vllm_trie.hooks.frontend.extra_args import (
     refusing_what_fails,
 )
 from vllm_trie.hooks.frontend.request_options import option_keys
-from vllm_trie.hooks.start.additional_config import ITEMS, spelled
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
     SPEC_KEY,
-    beam_spec,
     extra_args_of,
-    packed,
+    is_search,
 )
-from vllm_trie.searches import OPTION_NAMES, BeamOptions, parse_options
+from vllm_trie.searches import BeamOptions, parse_options
 from vllm_trie.searches.engine.beam_support import (
     BeamRequestError,
     beam_slots,
-    catalogue_paths,
     check_blocks,
     check_inputs,
     check_slots,
     unsupported_rule,
 )
+from vllm_trie.searches.engine.constraint import constraints, option_names
+from vllm_trie.searches.engine.search_wire import BeamSpec, beam_spec
 from vllm_trie.searches.settings import MAX_RULES, shown
 
 if TYPE_CHECKING:
@@ -52,13 +48,11 @@ if TYPE_CHECKING:
 # -- sampling parameters ---------------------------------------------------------------------------
 
 _Allows = Callable[[Any], bool]
-_BEAMS, _ITEMS = "with beam_width", "with items"
 
 
 class _Rule(NamedTuple):
-    """What a kind of request may have of some sampling parameters."""
+    """What a beam request may have of some sampling parameters."""
 
-    requests: str
     names: str
     allows: _Allows
     advice: str = "leave it out"
@@ -82,34 +76,26 @@ def _is_finite(value: Mapping[int, float] | None) -> bool:
 
 # fmt: off
 _RULES = (
-    _Rule(_BEAMS, "repetition_penalty", _at_least(1.0), "use a value of at least 1"),
-    _Rule(_BEAMS, "presence_penalty frequency_penalty logprobs", _at_least(0.0),
+    _Rule("repetition_penalty", _at_least(1.0), "use a value of at least 1"),
+    _Rule("presence_penalty frequency_penalty logprobs", _at_least(0.0),
         "use a value of at least 0"),
-    _Rule(_BEAMS, "min_p", _one_of(None, 0.0)),
-    _Rule(_BEAMS, "prompt_logprobs logprob_token_ids repetition_detection thinking_token_budget",
+    _Rule("min_p", _one_of(None, 0.0)),
+    _Rule("prompt_logprobs logprob_token_ids repetition_detection thinking_token_budget",
         _one_of(None)),
-    _Rule(_BEAMS, "bad_words stop stop_token_ids logit_bias", _is_short,
+    _Rule("bad_words stop stop_token_ids logit_bias", _is_short,
         f"use at most {MAX_RULES} entries"),
-    _Rule(_BEAMS, "logit_bias", _is_finite,
+    _Rule("logit_bias", _is_finite,
         "use finite numbers; allowed_token_ids forbids tokens"),
-    _Rule(_ITEMS, "stop stop_token_ids bad_words", _one_of(None, [])),
-    _Rule(_ITEMS, "min_tokens", _one_of(0)),
-    _Rule(_ITEMS, "repetition_penalty", _one_of(1.0)),
-    _Rule(_ITEMS, "presence_penalty frequency_penalty", _one_of(0.0)),
-    _Rule(_ITEMS, "logprobs", _one_of(None, 0)),
-    _Rule(_ITEMS, "logit_bias", _one_of(None, {})),
-    _Rule(_ITEMS, "allowed_token_ids structured_outputs", _one_of(None)),
 )
 # fmt: on
 
 
-def _broken_rules(params: SamplingParams, requests: str) -> Iterator[tuple[str, str]]:
-    """Yield the sampling parameters that a kind of request cannot have, and what to do."""
+def _broken_rules(params: SamplingParams) -> Iterator[tuple[str, str]]:
+    """Yield the sampling parameters that a beam request cannot have, and what to do."""
     for rule in _RULES:
-        if requests == rule.requests:
-            for name in rule.names.split():
-                if not rule.allows(getattr(params, name)):
-                    yield name, rule.advice
+        for name in rule.names.split():
+            if not rule.allows(getattr(params, name)):
+                yield name, rule.advice
 
 
 # -- beam requests ---------------------------------------------------------------------------------
@@ -144,10 +130,10 @@ def prepare_request(vllm_config: VllmConfig, params: Any) -> Any:
         extra_args = extra_args_of(params)
         if "beam_width" in extra_args:
             return _prepare_search(vllm_config, params, processors)
-        if "items" in extra_args:
+        for name in constraints().keys() & extra_args.keys():
             raise BeamRequestError(
-                f"items={shown(extra_args['items'])} needs 'beam_width'; add beam_width=1 for the "
-                "best item by greedy steps, or more for the best of as many hypotheses"
+                f"{name}={shown(extra_args[name])} needs 'beam_width'; add beam_width=1 for the "
+                "best answer by greedy steps, or more for the best of as many hypotheses"
             )
         return params
 
@@ -160,15 +146,12 @@ def _prepare_search(
             f"beam_width was given, but native beam search is off: {reason}. vLLM's own runs with "
             "LLM.beam_search and use_beam_search"
         )
-    prepared = prepare_params(params)
+    spec, others = _parsed(params)
+    if spec.constraint is not None:
+        spec.constraint.check(vllm_config, params, spec.options)
+    prepared = _prepared(params, spec, others)
     _check_processors(prepared, processors)
-    options = beam_spec(prepared).options
-    check_slots(options.beam_width, beam_slots(vllm_config))
-    if options.items is not None:
-        _check_catalogue(vllm_config, options.items)
-        _check_with_items(params)
-        if options.items_end == "eos" and params.ignore_eos:
-            raise BeamRequestError("ignore_eos=True is not supported with items; leave it out")
+    check_slots(spec.options.beam_width, beam_slots(vllm_config))
     if reason := unsupported_rule(vllm_config, params):
         raise BeamRequestError(f"beam search: {reason}; leave one of them out")
     return prepared
@@ -177,20 +160,24 @@ def _prepare_search(
 def prepare_params(params: SamplingParams) -> SamplingParams:
     """Check a beam request by itself and return a copy that the engine understands.
 
-    A normalized description is under :data:`SPEC_KEY` of its ``extra_args``, where
+    The description of the search is under :data:`SPEC_KEY` of its ``extra_args``, where
     :func:`beam_spec` reads it back. It has the ``n`` of the request: vLLM makes ``n`` requests of
     one that asks for ``n`` outputs, and a search is one request.
 
     Raises:
         BeamRequestError: An option is wrong, or a sampling parameter does not go with beam search.
     """
-    options, extra_args = _parsed(params)
+    return _prepared(params, *_parsed(params))
+
+
+def _prepared(params: SamplingParams, spec: BeamSpec, extra_args: dict[str, Any]) -> SamplingParams:
+    options = spec.options
     if params.n > options.beam_width:
         raise BeamRequestError(
             f"beam search: n must be at most beam_width={options.beam_width}, got n={params.n}; "
             "raise beam_width or lower n"
         )
-    advice = dict(_broken_rules(params, _BEAMS))
+    advice = dict(_broken_rules(params))
     if params.stop and not options.detokenize:
         advice["stop"] = "stop strings need text; leave detokenize out"
     if options.do_sample and params.temperature < 1e-5:
@@ -200,33 +187,32 @@ def prepare_params(params: SamplingParams) -> SamplingParams:
             f"beam search: {name}={shown(getattr(params, name))} is not supported with beam_width"
             f"; {what}"
         )
-    spec = {"n": params.n, "options": packed(options)}
-    prepared = _with_extra_args(params, options, {**extra_args, SPEC_KEY: spec})
+    prepared = params.clone()
+    prepared.detokenize &= options.detokenize
+    prepared.extra_args = {**extra_args, SPEC_KEY: spec.packed()}
     prepared.n = 1
     prepared.watermarking = False
     return prepared
 
 
-def _parsed(
-    params: SamplingParams,
-) -> tuple[BeamOptions, dict[str, Any]]:
-    """Return the options of a request, and its other extra arguments, none of them misspelled."""
+def _parsed(params: SamplingParams) -> tuple[BeamSpec, dict[str, Any]]:
+    """Return the search of a request, and its other extra arguments, none of them misspelled."""
     extra_args = dict(extra_args_of(params))
-    given = {name: extra_args.pop(name) for name in OPTION_NAMES & extra_args.keys()}
+    given = {name: extra_args.pop(name) for name in option_names().keys() & extra_args.keys()}
     refuse_misspelled(extra_args)
     try:
-        return parse_options(given), extra_args
+        spec = BeamSpec(params.n, parse_options(BeamOptions, _part_of(given, BeamOptions)))
+        for leader, kind in constraints().items():
+            constraint = parse_options(kind, _part_of(given, kind))
+            if getattr(constraint, leader) is not None:
+                spec = spec._replace(constraint=constraint)
     except ValueError as error:
         raise BeamRequestError(str(error)) from None
+    return spec, extra_args
 
 
-def _with_extra_args(
-    params: SamplingParams, options: BeamOptions, extra_args: dict[str, object]
-) -> SamplingParams:
-    prepared = params.clone()
-    prepared.detokenize &= options.detokenize
-    prepared.extra_args = extra_args
-    return prepared
+def _part_of(given: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    return {name: given[name] for name in given.keys() & model.model_fields.keys()}
 
 
 def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None:
@@ -250,7 +236,7 @@ def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None
         BeamRequestError: Why it cannot be served.
     """
     with refusing_what_fails():
-        if SPEC_KEY in extra_args_of(request.sampling_params):
+        if is_search(request.sampling_params):
             _check_search(vllm_config, request)
 
 
@@ -260,79 +246,12 @@ def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     params, prompt = request.sampling_params, request.prompt_token_ids
     assert params is not None
     assert prompt is not None
-    options = beam_spec(params).options
-    if options.items is not None:
-        _check_length(vllm_config, params, options, len(prompt))
+    spec = beam_spec(params)
+    if spec.constraint is not None:
+        spec.constraint.check_processed(vllm_config, params, len(prompt))
     if cache.num_gpu_blocks:  # known here
         # Data-parallel engines report the sum of their blocks.
         blocks = cache.num_gpu_blocks // vllm_config.parallel_config.data_parallel_size - 1
         room = vllm_config.model_config.max_model_len - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
-        check_blocks(len(prompt), options.beam_width, max_new, cache.block_size, blocks)
-
-
-# -- requests inside a catalogue -------------------------------------------------------------------
-
-
-def _check_catalogue(vllm_config: VllmConfig, name: str) -> None:
-    names = catalogue_paths(vllm_config)
-    if name not in names:
-        served = ", ".join(map(repr, names)) or "none"
-        raise BeamRequestError(
-            f"items={shown(name)} is no catalogue of this engine, which has {served}; name one of "
-            f"them, or start the engine with {spelled(ITEMS)}"
-        )
-
-
-def _check_with_items(params: SamplingParams) -> None:
-    for name, advice in _broken_rules(params, _ITEMS):
-        raise BeamRequestError(
-            f"{name}={shown(getattr(params, name))} is not supported with items; {advice}"
-        )
-
-
-def _check_length(
-    vllm_config: VllmConfig, params: SamplingParams, options: BeamOptions, num_prompt_tokens: int
-) -> None:
-    """Refuse a request whose hypotheses would end before the longest item is complete."""
-    assert options.items is not None
-    with_eos = options.items_end == "eos"
-    if with_eos and params.eos_token_id is None:
-        raise BeamRequestError(
-            "beam search: items_end='eos' needs a model with an EOS token; use 'complete'"
-        )
-    path = catalogue_paths(vllm_config)[options.items]
-    try:
-        header = _read_header(path, file_stamp(path))
-    except (ItemsError, OSError):
-        return  # the scheduler serves the version before, and checks the length, too
-    _check_ids(options, header)
-    needed = header.max_length + with_eos
-    room = vllm_config.model_config.max_model_len - num_prompt_tokens
-    if params.max_tokens is not None and params.max_tokens < needed:
-        raise BeamRequestError(
-            f"max_tokens must be at least {needed}, the longest item of "
-            f"{options.items!r}{' and EOS' if with_eos else ''}, got {params.max_tokens}"
-        )
-    if room < needed:
-        raise BeamRequestError(
-            f"the longest item of {options.items!r} needs {needed} tokens, the "
-            f"prompt of {num_prompt_tokens} tokens leaves {room}; shorten the prompt or start the "
-            "engine with a larger max_model_len"
-        )
-
-
-@functools.lru_cache(maxsize=64)
-def _read_header(path: Path, stamp: tuple[int, ...]) -> ItemsHeader:
-    return read_header(path)
-
-
-def _check_ids(options: BeamOptions, header: ItemsHeader) -> None:
-    kind = {"int": int, "str": str}[header.ids]
-    for name in ("allow_items", "deny_items"):
-        for item_id in (getattr(options, name) or ())[:1]:
-            if not isinstance(item_id, kind):
-                raise BeamRequestError(
-                    f"{name} has {shown(item_id)}, the ids of {options.items!r} are of type "
-                    f"{header.ids}; write them so"
-                )
+        check_blocks(len(prompt), spec.options.beam_width, max_new, cache.block_size, blocks)

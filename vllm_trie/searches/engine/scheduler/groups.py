@@ -20,15 +20,8 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.extras.items.catalogues import Catalogues
-from vllm_trie.hooks.wire import beam_spec
-from vllm_trie.searches.engine.beam_support import (
-    beam_slots,
-    catalogue_paths,
-    check_blocks,
-    check_slots,
-    unsupported_rule,
-)
+from vllm_trie.searches.engine.beam_support import check_blocks
+from vllm_trie.searches.engine.constraint import GroupSearch, constraints
 from vllm_trie.searches.engine.scheduler import proxies
 from vllm_trie.searches.engine.scheduler.admission import Admission
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy, EngineLimits
@@ -37,7 +30,8 @@ from vllm_trie.searches.engine.scheduler.group_rules import GroupRules, has_rule
 from vllm_trie.searches.engine.scheduler.proxies import BeamCounters
 from vllm_trie.searches.engine.scheduler.stop_strings import make_stop_string_finder
 from vllm_trie.searches.engine.scheduler.tables import num_blocks
-from vllm_trie.searches.engine.search_wire import SELECTIONS
+from vllm_trie.searches.engine.scheduler.token_search import TokenSearch
+from vllm_trie.searches.engine.search_wire import SELECTIONS, beam_spec, search_settings
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -81,7 +75,7 @@ class BeamGroups:
             scheduler.max_num_scheduled_tokens,
             on_device,
         )
-        self.catalogues = Catalogues(catalogue_paths(vllm_config), self.limits.vocab_size)
+        self._opened = {kind: kind.open(vllm_config) for kind in constraints().values()}
 
     @property
     def idle(self) -> bool:
@@ -146,34 +140,32 @@ class BeamGroups:
         Raises:
             ValueError: The group could not run even alone.
         """
-        scheduler = self._scheduler
-        params = request.sampling_params
+        limits, params = self.limits, request.sampling_params
         assert params is not None
-        group = BeamGroup(
-            request,
-            beam_spec(params),
-            self.limits,
-            scheduler.current_step,
-            make_stop_string_finder(scheduler.vllm_config.model_config, params),
-            self.catalogues,
-            self._rules(request),
-        )
-        check_slots(group.beam_width, beam_slots(scheduler.vllm_config))
-        check_blocks(
-            group.prompt.size,
-            group.beam_width,
-            group.search.settings.max_new_tokens,
-            self.limits.block_size,
-            self.limits.num_blocks,
-        )
-        return group
+        prompt = request.prompt_token_ids
+        assert prompt is not None
+        spec, rules = beam_spec(params), self._rules(request)
+        max_new_tokens = min(request.max_tokens, limits.max_model_len - len(prompt))
+        settings = search_settings(params, spec, max_new_tokens)
+        of_group: GroupSearch
+        if spec.constraint is None:
+            model_config = self._scheduler.vllm_config.model_config
+            find_stop_string = make_stop_string_finder(model_config, params)
+            of_group = TokenSearch(
+                settings, params, prompt, limits.vocab_size, find_stop_string, rules
+            )
+        else:
+            of_group = spec.constraint.start(self._opened[type(spec.constraint)], params, settings)
+        settings = of_group.search.settings
+        sizes = settings.max_new_tokens, limits.block_size, limits.num_blocks
+        check_blocks(len(prompt), settings.beam_width, *sizes)
+        current_step = self._scheduler.current_step
+        return BeamGroup(request, spec.n, of_group, limits, current_step, rules)
 
     def _rules(self, request: Request) -> GroupRules | None:
         assert request.sampling_params is not None
         if not has_rules(request.sampling_params):
             return None
-        if reason := unsupported_rule(self._scheduler.vllm_config, request.sampling_params):
-            raise ValueError(reason)
         manager = self._scheduler.structured_output_manager
         return GroupRules(request, manager, self.limits.vocab_size)
 

@@ -52,10 +52,10 @@ class BeamSlots:
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
-        self.selector = Selector(waits=False)
         self._names: dict[str, list[str]] = {}  # by proxy id
         self._indices: dict[str, np.ndarray] = {}
         self._on_device: dict[str, DeviceBeams] = {}
+        self.selector = Selector(waits=False, beams=self._on_device)
         self._steps: Sequence[BeamStep] = ()
 
     def add_to(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -151,7 +151,7 @@ class BeamSlots:
             )
             for step in self._steps
         }
-        self.selector.select(first_rows, logits, rows_of_beams, self._on_device)
+        self.selector.select(first_rows, logits, rows_of_beams)
         main, copies = self._runner.main_stream, self._runner.output_copy_stream
         with stream(copies, main):
             copies.wait_stream(main)

@@ -3,7 +3,7 @@
 The suite runs a small version. A catalogue of a million items at width 400, which takes minutes:
 
     ITEMS_PARITY=1000000,400 ITEMS_ANSWERS=100000 \
-        python -m pytest tests/engine/beam/test_items_parity.py
+        python -m pytest tests/extras/items/engine/test_items_parity.py
 """
 
 from __future__ import annotations

@@ -9,9 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.beam.oracle import constrained_search, load
+from tests.extras.items.unit.catalogues import (
+    PlainTrie,
+    random_items,
+    selected_items,
+    trie_of,
+    weight_of,
+)
 from tests.unit.beam.models import extended, random_model, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
-from tests.unit.items.catalogues import PlainTrie, random_items, selected_items, trie_of, weight_of
 from vllm_trie.extras.items.search import ItemSearch
 from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
 from vllm_trie.extras.items.step import best_continuations

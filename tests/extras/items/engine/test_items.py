@@ -10,7 +10,13 @@ import pytest
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import constrained_search
 from tests.engine.conftest import scheduler_of
-from tests.unit.items.catalogues import PlainTrie, random_items, selected_items, weight_of, write
+from tests.extras.items.unit.catalogues import (
+    PlainTrie,
+    random_items,
+    selected_items,
+    weight_of,
+    write,
+)
 from vllm_trie.extras.items import Rules
 from vllm_trie.lab.tiny_model import model_path
 
@@ -298,8 +304,7 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place):
     """Whatever a request brings about, at each of the places where its content is looked at."""
     from vllm import SamplingParams
 
-    from vllm_trie.extras.items import catalogues, selection
-    from vllm_trie.searches.engine.worker import selection as worker_selection
+    from vllm_trie.extras.items import catalogues, selection, worker
 
     def fail(*arguments, **options):
         raise OverflowError("nobody thought of this")
@@ -309,7 +314,7 @@ def test_an_error_fails_its_request_alone(items_engine, monkeypatch, place):
     if place == "scheduler":
         monkeypatch.setattr(catalogues, "select", fail)
     else:
-        monkeypatch.setattr(worker_selection, "view", fail)
+        monkeypatch.setattr(worker, "view", fail)
     assert selection.select is not fail
     extra_args = {"items": "equal", "deny_items": [1], "beam_width": 4}
     greedy = SamplingParams(temperature=0.0, max_tokens=9)

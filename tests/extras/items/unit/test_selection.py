@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.items.catalogues import random_items, selected_items, trie_of
+from tests.extras.items.unit.catalogues import random_items, selected_items, trie_of
 from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
 
 VOCAB = 6

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.unit.items.catalogues import PlainTrie, random_items, trie_of, write
+from tests.extras.items.unit.catalogues import PlainTrie, random_items, trie_of, write
 from vllm_trie.cli import app
 from vllm_trie.extras.items import ItemsError, build_items, open_items, read_items
 from vllm_trie.extras.items.trie import IdTexts, text_key, text_keys

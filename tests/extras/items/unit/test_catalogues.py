@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from tests.unit.items.catalogues import write
+from tests.extras.items.unit.catalogues import write
+from vllm_trie.extras.items import Rules
 from vllm_trie.extras.items import catalogues as module
 from vllm_trie.extras.items.catalogues import Catalogues
-from vllm_trie.searches import BeamOptions
 
 
 def test_a_version_that_cannot_be_opened_is_tried_once(tmp_path, monkeypatch):
@@ -34,12 +34,11 @@ def test_equal_rules_are_looked_up_once(tmp_path, monkeypatch):
     catalogue = catalogues.latest("a")
 
     def select(denied: int) -> object:
-        options = BeamOptions(beam_width=1, items="a", deny_items=[denied])
-        return catalogues.select(catalogue, options)
+        return catalogues.select(catalogue, Rules(deny_items=[denied]))
 
     first = select(5)
     assert select(5) is first
     assert select(6) is not first
     select(7)  # there is room for two
     assert select(5) is not first
-    assert catalogues.select(catalogue, BeamOptions(beam_width=1, items="a")) is None
+    assert catalogues.select(catalogue, Rules()) is None

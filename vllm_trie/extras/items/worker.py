@@ -1,0 +1,82 @@
+"""Candidates inside a catalogue, in the worker.
+
+Of the 2,000 valid children of a hypothesis none may be among the tokens that vLLM's sampler
+returns. They come from the logits, and travel as nodes of the trie.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.extras.items.selection import Selection, view
+from vllm_trie.extras.items.step import Continuations, Normalize, best_continuations
+from vllm_trie.extras.items.trie import ItemTrie
+from vllm_trie.extras.items.trie_file import ItemsError, open_items
+from vllm_trie.searches.engine.constraint import WorkerParts
+from vllm_trie.searches.unfetched import Unfetched
+
+_MAX_VERSIONS = 4
+"""Versions of a catalogue that stay open."""
+
+
+class ItemSelection(NamedTuple):
+    """Candidates of a group inside a catalogue.
+
+    Attributes:
+        path: The catalogue's file.
+        memory: Where the scheduler has its content.
+        version: Its digest.
+        beam_width: Width of the search.
+        eos_token_id: Token that must follow an item, None if nothing follows it.
+        normalize: What the probabilities are normalized over.
+        proxy_id: The request that stands for the group.
+        selection: The valid part of the catalogue, None for all of it.
+        weight_factor: Factor of the items' weights.
+        nodes: int32 [beams], their places in the trie.
+        totals: float32 [beams], their cumulative log-probabilities.
+    """
+
+    path: str
+    memory: str
+    version: str
+    beam_width: int
+    eos_token_id: int | None
+    normalize: Normalize
+    proxy_id: str
+    selection: Selection | None
+    weight_factor: float
+    nodes: np.ndarray
+    totals: np.ndarray
+
+    def launch(self, logits: torch.Tensor, worker: WorkerParts) -> Unfetched[Continuations]:
+        """Start the selection from float [beams, vocab].
+
+        Raises:
+            ItemsError: The catalogue's file is gone, or another version.
+        """
+        return best_continuations(
+            view(self._trie(worker.kept), self.selection),
+            logits,
+            self.nodes,
+            self.totals,
+            self.beam_width,
+            self.eos_token_id,
+            self.normalize,
+            self.weight_factor,
+        )
+
+    def _trie(self, kept: dict[Any, Any]) -> ItemTrie:
+        """Return the catalogue; workers of other hosts than the scheduler's read the file."""
+        tries: dict[str, ItemTrie] = kept.setdefault((ItemSelection, self.path), {})
+        if self.version not in tries:
+            try:
+                tries[self.version] = open_items(Path(self.memory), version=self.version)
+            except ItemsError:
+                tries[self.version] = open_items(Path(self.path), version=self.version)
+            for old in [*tries][:-_MAX_VERSIONS]:
+                del tries[old]
+        return tries[self.version]
