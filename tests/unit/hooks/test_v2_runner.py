@@ -56,18 +56,14 @@ class Runner(RunnerV2Mixin, Stock):
     """As the workers make it."""
 
 
-def make_runner(any_length: bool = False) -> tuple[Any, list[str]]:
-    attached: list[str] = []
+def make_runner(any_length: bool = False) -> Any:
     runner: Any = Runner()
-    runner.speculator = SimpleNamespace(
-        enable_adaptive_verification=any_length,
-        adapter=SimpleNamespace(attach_cache=lambda: attached.append("cache")),
-    )
-    return runner, attached
+    runner.speculator = SimpleNamespace(enable_adaptive_verification=any_length)
+    return runner
 
 
 def test_memory_profiling_sees_the_logits_of_full_drafts():
-    runner, _ = make_runner()
+    runner = make_runner()
     runner._dummy_sampler_run(torch.zeros(8, 4))
     assert runner.rows == [8, 8 + 4 * 8]  # 4 with full drafts, then 4 more
     runner.max_num_tokens = 30
@@ -75,26 +71,16 @@ def test_memory_profiling_sees_the_logits_of_full_drafts():
     assert runner.rows[-1] == 30
 
 
-def test_the_cache_of_the_profiling_is_not_kept():
-    runner, attached = make_runner()
-    config = SimpleNamespace(kv_cache_groups=[])
-    runner.initialize_kv_cache(config, is_profiling=True)
-    assert attached == []
-    runner.initialize_kv_cache(config)
-    assert attached == ["cache"]
-    assert runner.caches == [True, False]
-
-
 def test_graphs_of_one_length_where_a_backend_takes_no_others():
-    runner, attached = make_runner(any_length=True)
+    runner = make_runner(any_length=True)
     runner.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[]))
     assert not runner.speculator.enable_adaptive_verification
-    assert attached == ["cache"]
+    assert runner.caches == [False]
 
 
 def test_steps_are_profiled_without_context():
     """As `AdaptiveVerificationManager.batches_to_profile` asks for them."""
-    made = make_runner()[0]._dummy_run(num_tokens=8, context_len=8192, is_profile=True)
+    made = make_runner()._dummy_run(num_tokens=8, context_len=8192, is_profile=True)
     assert made == {"num_tokens": 8, "is_profile": True}
 
 
@@ -115,7 +101,7 @@ def test_a_failed_step_has_no_tokens():
 
 @pytest.mark.parametrize(("kind", "allowed"), [("MAMBA2", True), ("MAMBA1", False)])
 def test_states_that_vllm_does_not_take_back_are_refused(kind, allowed):
-    runner, attached = make_runner()
+    runner = make_runner()
     spec = MambaSpec(
         block_size=16,
         shapes=((2, 2),),
@@ -126,7 +112,7 @@ def test_states_that_vllm_does_not_take_back_are_refused(kind, allowed):
     config = SimpleNamespace(kv_cache_groups=[group])
     if allowed:
         runner.initialize_kv_cache(config)
-        assert attached == ["cache"]
+        assert runner.caches == [False]
     else:
         with pytest.raises(ValueError, match=r"layers.0.mixer are of kind MAMBA1, whose state"):
             runner.initialize_kv_cache(config)
