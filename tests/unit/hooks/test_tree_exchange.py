@@ -44,6 +44,7 @@ def test_all_ranks_get_the_trees_of_rank_0(trees, data):
     others = [data.draw(flagged_trees()) for _ in trees]
     first: Any = Rank(0)
     second: Any = Rank(1)
+    assert same_on_all_ranks([], second) == []  # before anything is sent
     assert same_on_all_ranks(trees, first) is trees
     received = same_on_all_ranks(others, second)
     for before, after in zip(trees, received, strict=True):
@@ -63,8 +64,3 @@ def test_all_ranks_pause_with_rank_0():
         same_on_all_ranks([TokenTree.empty()], group, budget)
     drafts = [[budget.should_draft(2) for _ in range(5)] for budget in budgets]
     assert drafts == [[False] * 3 + [True] * 2] * 2
-
-
-def test_no_trees_are_not_sent():
-    group: Any = Rank(1)
-    assert same_on_all_ranks([], group) == []

@@ -498,6 +498,18 @@ def test_ranks_with_budgets_of_their_own_wait_after_the_same_steps(steps):
     assert 20 < total < 400
 
 
+def make_sampler(kind: Any, adapter: Any) -> Any:
+    """Make a rejection sampler as the runner does."""
+    config = SimpleNamespace(
+        num_speculative_tokens=WIDTH,
+        enable_adaptive_verification=False,
+        rejection_sample_method="standard",
+        fly_entropy_threshold=0.3,  # this and the next since vLLM 0.33
+        fly_entropy_top_k=3,
+    )
+    return kind(SimpleNamespace(sampler=None, watermark_key=None), config, adapter)
+
+
 def test_only_drafted_tokens_are_valid(monkeypatch):
     passed: list[list[bool]] = []
     monkeypatch.setattr(
@@ -508,21 +520,13 @@ def test_only_drafted_tokens_are_valid(monkeypatch):
         expanded_idx_mapping=torch.tensor([1, 1, 1, 2, 2, 2]),
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2]),
     )
-    stock: Any = SimpleNamespace(sampler=None, watermark_key=None)
-    config: Any = SimpleNamespace(
-        num_speculative_tokens=WIDTH,
-        enable_adaptive_verification=False,
-        rejection_sample_method="standard",
-        fly_entropy_threshold=0.3,  # this and the next since vLLM 0.33
-        fly_entropy_top_k=3,
-    )
     read: list[torch.Tensor] = []
     adapter: Any = SimpleNamespace(
         num_drafted=torch.tensor([9, 2, 0]),
         is_drafting=True,
         go_on=lambda part, logits: read.append(logits),
     )
-    sampler, logits = DraftedOnly(stock, config, adapter), torch.empty(6, 4)
+    sampler, logits = make_sampler(DraftedOnly, adapter), torch.empty(6, 4)
     theirs = [False, False, True, False, False, False]
     sampler(logits, batch, None, None)
     sampler(logits, batch, None, torch.tensor(theirs))

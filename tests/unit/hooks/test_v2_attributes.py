@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import vllm
 
+from tests.unit.hooks.test_v2_adapter import make_sampler
 from vllm_trie.drafts.engine.runners import v2 as runner_v2
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
 from vllm_trie.drafts.engine.runners.v2_trees import TreeSampler
@@ -27,18 +28,10 @@ def attributes_read(owner: str) -> set[str]:
 
 
 def test_rejection_samplers():
-    stock: Any = SimpleNamespace(sampler=None, watermark_key=None)
-    config: Any = SimpleNamespace(
-        num_speculative_tokens=4,
-        enable_adaptive_verification=False,
-        rejection_sample_method="standard",
-        fly_entropy_threshold=0.3,  # this and the next since vLLM 0.33
-        fly_entropy_top_k=3,
-    )
     read = attributes_read("rejection_sampler")
     assert "enable_adaptive_verification" in read
-    adapter: Any = SimpleNamespace(num_drafted=torch.zeros(1))
-    for sampler in (DraftedOnly(stock, config, adapter), TreeSampler(stock, config, adapter)):
+    for kind in (DraftedOnly, TreeSampler):
+        sampler = make_sampler(kind, SimpleNamespace(num_drafted=torch.zeros(1)))
         assert [name for name in read if not hasattr(sampler, name)] == []
 
 

@@ -102,12 +102,8 @@ def test_a_failed_step_has_no_tokens():
 @pytest.mark.parametrize(("kind", "allowed"), [("MAMBA2", True), ("MAMBA1", False)])
 def test_states_that_vllm_does_not_take_back_are_refused(kind, allowed):
     runner = make_runner()
-    spec = MambaSpec(
-        block_size=16,
-        shapes=((2, 2),),
-        dtypes=(torch.float32,),
-        mamba_type=MambaAttentionBackendEnum[kind],
-    )
+    state = MambaAttentionBackendEnum[kind]
+    spec = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,), mamba_type=state)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layers.0.mixer"])
     config = SimpleNamespace(kv_cache_groups=[group])
     if allowed:
