@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_trie.extras.lookahead.pool import Candidate
-from vllm_trie.extras.lookahead.rates import Rate, Rates
+from vllm_trie.extras.lookahead.rates import acceptance_rate
 from vllm_trie.tree import ROOT, TokenTree, depth_first_layout
 
 
@@ -18,27 +18,20 @@ class CandidateTrie:
     Args:
         candidates: The best first, as `NgramPool.after` returns them.
         max_depth: D, depth limit.
-        rates: Acceptance rates, updated by `learn`.
 
     Attributes:
         token_ids, parents, probabilities: Of the nodes, parents before children and better
             candidates' nodes first.
     """
 
-    __slots__ = ("_rates", "candidates", "max_depth", "parents", "probabilities", "token_ids")
+    __slots__ = ("candidates", "max_depth", "parents", "probabilities", "token_ids")
 
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        max_depth: int,
-        rates: Rates,
-    ) -> None:
+    def __init__(self, candidates: Sequence[Candidate], max_depth: int) -> None:
         self.candidates = candidates
         self.max_depth = max_depth
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.probabilities: list[float] = []
-        self._rates: list[Rate] = []  # of each node
         child_of: dict[tuple[int, int], int] = {}
         num_children: dict[int, int] = {}
         for candidate in candidates:
@@ -49,13 +42,12 @@ class CandidateTrie:
                 if child is None:
                     rank = num_children.get(node, 0)
                     num_children[node] = rank + 1
-                    rate = rates.of(rank, matched, depth, candidates[0].num_matched)
-                    probability *= rate.probability
+                    best_matched = candidates[0].num_matched
+                    probability *= acceptance_rate(rank, matched, depth, best_matched)
                     child = child_of[node, token] = len(self.token_ids)
                     self.token_ids.append(token)
                     self.parents.append(node)
                     self.probabilities.append(probability)
-                    self._rates.append(rate)
                 else:
                     probability = self.probabilities[child]
                 node = child
@@ -83,18 +75,3 @@ class CandidateTrie:
             [probabilities[node] for node in kept],
         )
         return depth_first_layout(tree)
-
-    def learn(self, continuation: Sequence[int]) -> None:
-        """Count the nodes that were right, verified or not.
-
-        Args:
-            continuation: The tokens that followed. Deeper nodes are not counted.
-        """
-        depth = {ROOT: 0}  # of the nodes that were right
-        for node, parent in enumerate(self.parents):
-            if parent not in depth or depth[parent] >= len(continuation):
-                continue
-            was_right = self.token_ids[node] == continuation[depth[parent]]
-            self._rates[node].count(was_right)
-            if was_right:
-                depth[node] = depth[parent] + 1

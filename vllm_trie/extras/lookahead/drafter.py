@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -20,7 +19,6 @@ from vllm_trie.drafts.drafter import Drafter, DrafterContext, DraftRequest, Veri
 from vllm_trie.extras.lookahead.candidates import CandidateTrie
 from vllm_trie.extras.lookahead.options import LookaheadOptions, Shape, fit
 from vllm_trie.extras.lookahead.pool import CONTEXT_LEN, NgramPool
-from vllm_trie.extras.lookahead.rates import Rates
 from vllm_trie.extras.lookahead.window import Window
 from vllm_trie.tree import TokenTree, is_prefix
 
@@ -32,8 +30,6 @@ class _State:
         window, pool: The request's own.
         seen: int32, a copy of the tokens of the last call.
         proposed: The last tree, if it contains the window.
-        drafted: Candidates whose continuation is not known yet and the length of the text that they
-            were drafted after; at most one for each token of their depth.
     """
 
     def __init__(self, request: DraftRequest, shape: Shape, options: LookaheadOptions) -> None:
@@ -45,22 +41,6 @@ class _State:
         self.pool = NgramPool(options.num_candidates, options.pool_size)
         self.seen = request.token_ids[:0]
         self.proposed: TokenTree | None = None
-        self.drafted: deque[tuple[int, CandidateTrie]] = deque()
-
-    def add_draft(self, num_tokens: int, trie: CandidateTrie) -> None:
-        """Keep candidates that were drafted after `num_tokens` tokens for `learn`."""
-        if self.drafted and self.drafted[-1][0] == num_tokens:  # drafted again
-            self.drafted.pop()
-        self.drafted.append((num_tokens, trie))
-
-    def learn(self, token_ids: np.ndarray) -> None:
-        """Count the right nodes of candidates whose continuation has become known."""
-        while self.drafted:
-            num_tokens, trie = self.drafted[0]
-            if num_tokens + trie.max_depth > len(token_ids):
-                return
-            trie.learn(token_ids[num_tokens : num_tokens + trie.max_depth].tolist())
-            self.drafted.popleft()
 
 
 class LookaheadDrafter(Drafter):
@@ -72,9 +52,7 @@ class LookaheadDrafter(Drafter):
     text. A window that was not verified whole (the scheduler cut the draft, or the request was
     preempted) stays and is verified again.
 
-    The acceptance rates of candidates, verified or not, are learned as the text goes on.
-
-    State: window, n-gram pool and last candidates of each request, and the rates of all.
+    State: window and n-gram pool of each request.
     """
 
     name: ClassVar[str] = "lookahead_trie"
@@ -84,7 +62,6 @@ class LookaheadDrafter(Drafter):
     def __init__(self, options: LookaheadOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
         self.shape = fit(options, context.num_nodes)
-        self.rates = Rates()
         self._states: dict[str, _State] = {}
 
     @property
@@ -110,9 +87,7 @@ class LookaheadDrafter(Drafter):
         trie = CandidateTrie(
             candidates[:1] if request.chain_only else candidates,
             min(self.shape.max_candidate_depth, request.max_depth),
-            self.rates,
         )
-        state.add_draft(len(request.token_ids), trie)
         room = request.max_nodes - (window.num_nodes if with_window else 0)
         max_nodes = min(self.shape.max_candidate_nodes, room)
         branch = self.verification_branch(request, trie, max_nodes)
@@ -131,7 +106,6 @@ class LookaheadDrafter(Drafter):
         state = self._states.get(request.request_id)
         if state is None or not np.array_equal(tokens[: len(state.seen)], state.seen):
             state = self._states[request.request_id] = _State(request, self.shape, self.options)
-        state.learn(tokens)
         if request.last_step is not None:
             self._advance_window(state, request.last_step)
         if self.options.pool_from_text:

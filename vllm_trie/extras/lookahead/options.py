@@ -50,8 +50,7 @@ class LookaheadOptions(DrafterOptions):
         default=0.05,
         ge=0.0,
         le=1.0,
-        description="Candidates' nodes with a lower learned acceptance probability are not "
-        "verified.",
+        description="Candidates' nodes with a lower acceptance probability are not verified.",
     )
     pool_size: int = Field(
         default=4096,

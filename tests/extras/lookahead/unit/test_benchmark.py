@@ -9,7 +9,6 @@ from tests.unit.drafters.support import make_context
 from vllm_trie.extras.lookahead import LookaheadOptions
 from vllm_trie.extras.lookahead.candidates import CandidateTrie
 from vllm_trie.extras.lookahead.pool import Candidate
-from vllm_trie.extras.lookahead.rates import Rates
 
 VOCAB = 40
 CANDIDATES = st.lists(
@@ -21,7 +20,7 @@ CANDIDATES = st.lists(
 
 @given(candidates=CANDIDATES, depth=st.integers(1, 3))
 def test_every_candidate_has_a_branch_of_its_own(candidates, depth):
-    trie = CandidateTrie(candidates, depth, Rates()).tree(100)
+    trie = CandidateTrie(candidates, depth).tree(100)
     tree = repeat_shared_prefixes(trie, candidates, depth)
     tree.validate(VOCAB, 100)
     assert tree.num_nodes == sum(len(c.tokens[:depth]) for c in candidates)

@@ -15,7 +15,6 @@ from vllm_trie.extras.lookahead import LookaheadDrafter, LookaheadOptions
 from vllm_trie.extras.lookahead.candidates import CandidateTrie
 from vllm_trie.extras.lookahead.options import fit, window_nodes
 from vllm_trie.extras.lookahead.pool import Candidate
-from vllm_trie.extras.lookahead.rates import Rates
 
 VOCAB = 40
 
@@ -233,8 +232,8 @@ CANDIDATES = st.lists(
 
 @given(CANDIDATES, st.integers(0, 12), st.integers(1, 4))
 def test_the_trie_holds_the_likeliest_prefixes(candidates, max_nodes, max_depth):
-    full = CandidateTrie(candidates, max_depth, Rates()).tree(100)
-    tree = CandidateTrie(candidates, max_depth, Rates()).tree(max_nodes)
+    full = CandidateTrie(candidates, max_depth).tree(100)
+    tree = CandidateTrie(candidates, max_depth).tree(max_nodes)
     tree.validate(VOCAB, max_nodes)
     prefixes = {c.tokens[:n] for c in candidates for n in range(1, min(3, max_depth) + 1)}
     assert full.num_nodes == len(prefixes)
@@ -248,7 +247,7 @@ def test_the_trie_holds_the_likeliest_prefixes(candidates, max_nodes, max_depth)
 
 @given(CANDIDATES, st.integers(0, 12), st.floats(0.0, 1.0))
 def test_unlikely_nodes_are_left_out(candidates, max_nodes, least):
-    trie = CandidateTrie(candidates, 3, Rates())
+    trie = CandidateTrie(candidates, 3)
     full, tree = trie.tree(max_nodes), trie.tree(max_nodes, least)
     tree.validate(VOCAB, max_nodes)
     expected = [] if full.probabilities is None else full.probabilities.tolist()

@@ -12,7 +12,6 @@ from tests.unit.drafters.decoding import toy_target
 from vllm_trie.extras.lookahead.candidates import CandidateTrie
 from vllm_trie.extras.lookahead.options import window_nodes
 from vllm_trie.extras.lookahead.pool import Candidate
-from vllm_trie.extras.lookahead.rates import Rates
 from vllm_trie.extras.lookahead.window import Window
 
 SIZES = st.tuples(st.integers(1, 7), st.integers(3, 6))
@@ -52,7 +51,7 @@ def test_comb_and_candidates_have_the_two_branch_mask(sizes, steps):
     what comes before it in its candidate, and neither branch sees the other."""
     window, reference = _filled(*sizes, steps)
     candidates = [(5, 6, 7), (5, 6, 8), (9, 5, 6)]
-    trie = CandidateTrie([Candidate(c, 0) for c in candidates], 3, Rates()).tree(20)
+    trie = CandidateTrie([Candidate(c, 0) for c in candidates], 3).tree(20)
     tree = window.append_to(trie)
     mask, depths = tree.ancestor_mask(), tree.depths()
 
