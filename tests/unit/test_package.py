@@ -174,17 +174,6 @@ def test_no_machine_paths_and_no_registry_hosts():
     assert not offenders, "\n".join(offenders[:20])
 
 
-def test_issue_forms_ask_for_the_report():
-    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
-    forms = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yml")}
-    assert forms.pop("config") == {"blank_issues_enabled": False}
-    for name, form in forms.items():
-        fields = {field["id"]: field for field in form["body"]}
-        report = fields["report"]
-        assert report["attributes"]["label"] == "Report of vllm-trie validate"
-        assert report.get("validations", {}).get("required", False) == (name != "proposal")
-
-
 def test_hosted_ci_runs_what_contributors_run():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     ran = {

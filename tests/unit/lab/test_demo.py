@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from vllm_trie.lab import demo, local_engine, smollm2
@@ -28,17 +27,6 @@ def a_step(parents: list[int], path: tuple[int, ...], number: int = 3) -> Observ
     tree = TokenTree.from_lists(tokens, parents)
     new = (*(tokens[node] for node in path), 7)
     return ObservedStep("a [name]", number, (1, 2), RequestStep(0, new, tree))
-
-
-def test_accepted_nodes_are_those_that_the_output_follows():
-    tree = TokenTree.from_lists([5, 6, 4, 8, 9], [-1, 0, -1, 0, 3])
-    assert RequestStep(0, (5, 8, 9, 1), tree).accepted == (0, 3, 4)
-    assert RequestStep(0, (5, 8), tree).accepted == (0, 3)  # cut off at a stop
-    assert RequestStep(0, (7,), tree).accepted == ()
-    assert RequestStep(0, (), tree).accepted == ()
-    window = TokenTree(tree.token_ids, tree.parents, None, np.array([0, 0, 0, 1, 1], bool))
-    assert RequestStep(0, (5, 8), window).accepted == (0,)
-    assert RequestStep(0, (5, 8), TokenTree.empty()).accepted == ()
 
 
 class FakeEngines:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
 from tests.unit.beam.models import random_model, run_search
 from vllm_trie.lab.drawings.beam import draw_text
 from vllm_trie.searches import SearchSettings
 
 
-@pytest.fixture(scope="module")
-def trace():
-    search = run_search(random_model(8), SearchSettings(3, 5, (0,), trace=True))
-    search.hypotheses()
-    assert search.trace is not None
-    return search.trace
-
-
 def token_text(token: int) -> str:
     return [" the", "<b>&", '"', "\n", "a"][token % 5]
 
 
-def test_text_has_a_line_per_node(trace):
+def test_text_has_a_line_per_node():
+    search = run_search(random_model(8), SearchSettings(3, 5, (0,), trace=True))
+    search.hypotheses()
+    trace: Any = search.trace
     lines = draw_text(trace, token_text).splitlines()
     assert len(lines) == 2 + len(trace.token_ids)
-    assert "beam width 3" in lines[0]
     body = "\n".join(lines[1:-1])
     assert body.count("✗") == trace.fates.count("dropped")
     assert body.count("■") == trace.fates.count("finished")
@@ -32,3 +26,5 @@ def test_text_has_a_line_per_node(trace):
         assert f"#{rank} {score:.3f}" in body
     assert "␣the" in body
     assert "\\n" in body
+    kept = draw_text(trace, token_text, dropped=False).splitlines()
+    assert len(kept) == len(lines) - trace.fates.count("dropped")
