@@ -10,16 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.extras.items.unit import test_trie
-from tests.extras.items.unit.catalogues import write
-from tests.extras.memory.unit import test_store_file
-from tests.unit.drafters import test_corpus
-from vllm_trie.extras.corpus.corpus_file import FORMAT as CORPUS
-from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus
-from vllm_trie.extras.items import open_items
-from vllm_trie.extras.items.trie_file import FORMAT as CATALOGUE
-from vllm_trie.extras.memory.store_file import FORMAT as STORE
-from vllm_trie.extras.memory.store_file import read_store, write_store
+from tests.unit import numbers_file
 from vllm_trie.files.checked_file import PREFIX, CheckedFormat
 
 
@@ -31,25 +22,18 @@ class Kind(NamedTuple):
     open: Callable[[Path], object]
 
 
-KINDS = {
-    "catalogue": Kind(CATALOGUE, lambda path: write(path, test_trie.SMALL), open_items),
-    "corpus": Kind(
-        CORPUS, lambda path: write_corpus(path, test_corpus.DOCUMENTS, 26, "x"), open_corpus
-    ),
-    "store": Kind(
-        STORE,
-        lambda path: write_store(path, test_store_file.make_header(), test_store_file.TEXTS),
-        read_store,
-    ),
-}
+@pytest.fixture
+def kind(tmp_path):
+    """A kind of file, of which there is one; extras have tests with kinds of their own."""
+    return made(
+        Kind(numbers_file.FORMAT, lambda path: numbers_file.write(path, 40), numbers_file.read),
+        tmp_path,
+    )
 
 
-@pytest.fixture(params=KINDS)
-def kind(request, tmp_path):
-    """A kind of file, of which there is one."""
-    kind = KINDS[request.param]
-    kind.write(tmp_path / "file")
-    kind.open(tmp_path / "file")
+def made(kind: Kind, folder: Path) -> Kind:
+    kind.write(folder / "file")
+    kind.open(folder / "file")
     return kind
 
 

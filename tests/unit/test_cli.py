@@ -83,8 +83,16 @@ def test_what_is_gone_says_what_to_use(line, monkeypatch):
 HEAVY = ("torch", "vllm", "transformers")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--quick"], ["items", "--help"]])
-def test_what_answers_at_once_imports_nothing_large(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--help"], "Usage"), (["doctor", "--quick"], "vllm-trie"), (["beam", "--help"], "draw it")],
+)
+def test_what_answers_at_once_imports_nothing_large(arguments, said):
+    assert said in answer_at_once(*arguments)
+
+
+def answer_at_once(*arguments: str) -> str:
+    """Return what a command says, which may import nothing large."""
     code = (
         "import sys; from vllm_trie import cli\n"
         "try: cli.app(sys.argv[1:])\n"
@@ -92,7 +100,7 @@ def test_what_answers_at_once_imports_nothing_large(arguments):
     )
     result = run_python("-c", code, *arguments, timeout=120)
     assert result.stderr.splitlines()[-1].split() == []
-    assert "Catalogues of items" in result.stdout or arguments == ["doctor", "--quick"]
+    return str(result.stdout)
 
 
 def test_no_help_text_is_eaten_by_markup():

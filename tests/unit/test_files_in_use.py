@@ -1,4 +1,4 @@
-"""Corpora and catalogues that somebody writes to while they are used."""
+"""Files that somebody writes to while they are used."""
 
 from __future__ import annotations
 
@@ -13,45 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.extras.items.unit.catalogues import write
-from vllm_trie.drafts.ngram_trie.drafter import BLEND
-from vllm_trie.drafts.ngrams import Job, NativeBackend
-from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus
-from vllm_trie.extras.items import ItemsError, ItemTrie, open_items
+from tests.checkout import ROOT
+from tests.unit import numbers_file
 from vllm_trie.files import sealed_copy
 from vllm_trie.files.watched_file import WatchedFile
-
-ITEMS = {(a, b): 10 * a + b for a in range(60) for b in range(40)}
-TEXT = np.arange(20_000, dtype=np.int32) % 997
+from vllm_trie.refusal import RefusedError
 
 
-def open_catalogue(path: Path) -> Callable[[], Any]:
-    trie = open_items(path)
-    return lambda: (trie.num_items, trie.find(np.array([7, 8])), int(trie.values.sum()))
+def open_numbers(path: Path) -> Callable[[], Any]:
+    content = numbers_file.FORMAT.read(path)
+    return lambda: int(content.body.sum())
 
 
-def open_drafts(path: Path) -> Callable[[], Any]:
-    backend, corpus = NativeBackend(BLEND), open_corpus(path)
-
-    def draft() -> Any:
-        tokens = TEXT[100:110].copy()
-        job = Job(backend.new_index(8), None, corpus, tokens, len(tokens), 16, 9, False)
-        return backend.draft_batch([job])[0].tree.token_ids.tolist()
-
-    return draft
-
-
-@pytest.fixture(params=["catalogue", "corpus"])
-def opened(request, tmp_path):
-    """A file and the function that opens it and returns how to use it."""
-    path = tmp_path / "file"
-    if request.param == "catalogue":
-        return write(path, ITEMS), open_catalogue
-    write_corpus(path, [TEXT], 1000, "tokenizer")
-    return path, open_drafts
+@pytest.fixture
+def opened(tmp_path):
+    """A file and the function that opens it and returns how to use it; extras have their own."""
+    return numbers_file.write(tmp_path / "file", 3000), open_numbers
 
 
 def truncate(path: Path, whole: bytes) -> None:
@@ -96,9 +75,9 @@ def test_content_in_use_stays(opened, damage, caplog):
 
 def test_a_file_that_is_complete_again_is_taken_up(tmp_path):
     """Even if the last write has the time of one that was seen."""
-    path = write(tmp_path / "items", ITEMS)
-    whole = write(tmp_path / "other", {(1, 2): 3}).read_bytes()
-    watched = WatchedFile(path, open_items, "the catalogue")
+    path = numbers_file.write(tmp_path / "file", 3000)
+    whole = numbers_file.write(tmp_path / "other", 1).read_bytes()
+    watched = WatchedFile(path, numbers_file.read, "the file")
     size = path.stat().st_size
     path.write_bytes(b"x" * len(whole))
     now = time.time_ns()
@@ -110,7 +89,7 @@ def test_a_file_that_is_complete_again_is_taken_up(tmp_path):
     watched.latest()
     watched._thread.join()
     assert size != len(whole)
-    assert watched.latest().num_items == 1
+    assert watched.latest() == [0]
 
 
 def test_what_is_opened_during_a_copy_is_whole(opened):
@@ -142,19 +121,20 @@ def test_what_is_opened_during_a_copy_is_whole(opened):
 def test_processes_share_a_copy(tmp_path, can_seal, monkeypatch):
     """A worker opens what the scheduler has checked, whatever has become of the file."""
     monkeypatch.setattr(sealed_copy, "_CAN_SEAL", can_seal)
-    path = write(tmp_path / "items", ITEMS)
-    trie: ItemTrie = open_items(path)
+    path = numbers_file.write(tmp_path / "file", 2400)
+    content = numbers_file.FORMAT.read(path)
     path.unlink()
     program = (
-        "import sys; from pathlib import Path; from vllm_trie.extras.items import open_items\n"
-        "print(open_items(Path(sys.argv[1]), version=sys.argv[2]).num_items)"
+        "import sys; from pathlib import Path; from tests.unit.numbers_file import FORMAT\n"
+        "print(FORMAT.read(Path(sys.argv[1]), check=False).header.count)"
     )
-    command = [sys.executable, "-c", program, trie.memory, trie.version]
-    assert subprocess.run(command, capture_output=True, check=True).stdout == b"2400\n"
+    command = [sys.executable, "-c", program, content.copy]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    assert result.stdout == b"2400\n"
     if can_seal:
         with pytest.raises(PermissionError):
-            os.truncate(trie.memory, 0)
-    memory, version = Path(trie.memory), trie.version
-    del trie
-    with pytest.raises(ItemsError):
-        open_items(memory, version=version)
+            os.truncate(content.copy, 0)
+    memory = Path(content.copy)
+    del content
+    with pytest.raises(RefusedError):
+        numbers_file.read(memory)

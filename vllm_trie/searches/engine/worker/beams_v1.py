@@ -208,7 +208,7 @@ def _build_attention_metadata(
     return built
 
 
-@_runner.wraps("_sample", "candidates of beams: out of all beams of a search, or items")
+@_runner.wraps("_sample", "candidates of beams, out of all beams of a search")
 def sample_and_select(
     original: Callable[..., SamplerOutput],
     self: GPUModelRunner,
