@@ -20,8 +20,8 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
 from tests.engine.prompts import tokenizer
-from vllm_trie.hooks.frontend import token_streams
-from vllm_trie.hooks.frontend.token_streams import MOST_WAITING, TokenCollector
+from vllm_trie.drafts.engine.frontend import token_streams
+from vllm_trie.drafts.engine.frontend.token_streams import MOST_WAITING, TokenCollector
 from vllm_trie.hooks.ledger.installation import Installation
 from vllm_trie.hooks.ledger.table import patches_here
 from vllm_trie.lab.tiny_model import model_path

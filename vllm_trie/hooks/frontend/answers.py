@@ -1,26 +1,16 @@
 """What answers have beside vLLM's fields: what the scheduler sends along, and what is added over
-HTTP; counts of drafts in the log of offline engines."""
+HTTP."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
-from vllm_trie.drafts.engine import config
-from vllm_trie.hooks.ledger.record import STATS, Result, Symbols, of_beams
+from vllm_trie.hooks.ledger.record import Result, Symbols
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.output_processor import RequestState
-
-logger = init_logger(__name__)
-
-_COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
-"""Of vLLM's ``RequestSpecDecodeMetrics``."""
 
 Add = Callable[[Any, Sequence["CompletionOutput"]], None]
 """Adds what outputs have to an answer."""
@@ -60,17 +50,6 @@ def take_along(engine: Symbols, key: str, why: str) -> None:
         return original(self, *outcome, kv_transfer_params, *args, **kwargs)
 
 
-def _add_beams(response: Any, outputs: Sequence[CompletionOutput]) -> None:
-    """Add the field ``beams`` to an answer whose choices are hypotheses of searches.
-
-    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline, with null
-    for infinite numbers, which JSON does not have.
-    """
-    beams = [output.beam for output in outputs if hasattr(output, "beam")]
-    if beams and hasattr(response, "choices"):
-        response.beams = json.loads(json.dumps(beams), parse_constant=lambda _: None)
-
-
 def complete_answers(openai: Symbols, why: str, add: Add) -> None:
     """Have something added to answers of ``/v1/completions`` and ``/v1/chat/completions``."""
 
@@ -102,38 +81,3 @@ def complete_answers(openai: Symbols, why: str, add: Add) -> None:
         response = await original(self, request, results, *args, **kwargs)
         add(response, list(last.values()))
         return response
-
-
-complete_answers(
-    of_beams("entrypoints.openai."), "answers with the scores of hypotheses", _add_beams
-)
-
-
-@Symbols("entrypoints.common.offline:OfflineInferenceMixin.", STATS).wraps(
-    "_run_engine", "logs how many draft tokens were accepted"
-)
-def run_engine(
-    original: Callable[..., list[Any]], self: Any, output_type: Any, use_tqdm: Any = True
-) -> list[Any]:
-    results = original(self, output_type, use_tqdm=use_tqdm)
-    tree_config = config.read(self.llm_engine.vllm_config)
-    if tree_config is not None and use_tqdm:
-        _log_counts(tree_config.method, results)
-    return results
-
-
-def _log_counts(method: str, results: Iterable[object]) -> None:
-    outputs = [out for result in results for out in getattr(result, "outputs", ())]
-    metrics = (getattr(out, "spec_decode_metrics", None) for out in outputs)
-    counts = Counter[str]()
-    for of_output in filter(None, metrics):
-        figures = of_output.to_dict()
-        counts.update({name: figures[name] for name in _COUNTS})
-    if not counts:
-        return
-    logger.info(
-        "vllm-trie %s: %d of %d drafted tokens accepted, in %d drafts; %d output tokens",
-        method,
-        *(counts[name] for name in _COUNTS),
-        sum(len(out.token_ids) for out in outputs),
-    )

@@ -9,18 +9,12 @@ import difflib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from vllm_trie.hooks.frontend.request_options import (
-    SpeculationRequestError,
-    brought_options,
-    option_keys,
-)
+from vllm_trie.hooks.frontend.request_options import brought_options, option_keys
 from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY, extra_args_of
 from vllm_trie.searches.engine.beam_support import BeamRequestError
 from vllm_trie.searches.engine.constraint import constraints, option_names
@@ -61,24 +55,6 @@ _MAX_HELPED, _LONGEST_NAME = 8, 40
 """Unknown keys that are compared with the options, and their characters."""
 _OF_VLLM = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """Keys that vLLM fills from fields of their own."""
-
-
-@contextmanager
-def refusing_what_fails() -> Iterator[None]:
-    """Refuse a request whose options make a check fail in a way that nobody foresaw.
-
-    Raises:
-        SpeculationRequestError: In place of any error that is no refusal.
-    """
-    try:
-        yield
-    except VLLMValidationError:
-        raise
-    except Exception as error:
-        raise SpeculationRequestError(
-            f"the request's options cannot be read ({type(error).__name__}: {error}); leave them "
-            "out one by one to find which"
-        ) from error
 
 
 @functools.cache

@@ -6,7 +6,8 @@ The opt-out is the core's. Extras bring the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.exceptions import VLLMValidationError
@@ -22,6 +23,24 @@ if TYPE_CHECKING:
 
 class SpeculationRequestError(VLLMValidationError, ValueError):
     """A request with an option that is not allowed; the server answers 400 with its message."""
+
+
+@contextmanager
+def refusing_what_fails() -> Iterator[None]:
+    """Refuse a request whose options make a check fail in a way that nobody foresaw.
+
+    Raises:
+        SpeculationRequestError: In place of any error that is no refusal.
+    """
+    try:
+        yield
+    except VLLMValidationError:
+        raise
+    except Exception as error:
+        raise SpeculationRequestError(
+            f"the request's options cannot be read ({type(error).__name__}: {error}); leave them "
+            "out one by one to find which"
+        ) from error
 
 
 class RequestOption(Protocol):

@@ -15,15 +15,15 @@ from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "hooks.start.additional_config hooks.start.environment"
-    " hooks.frontend.answers"
-    " hooks.frontend.extension hooks.frontend.metrics hooks.frontend.token_streams"
+    " hooks.frontend.metrics drafts.engine.frontend.requests"
+    " drafts.engine.frontend.token_streams drafts.engine.frontend.offline_log"
     " drafts.engine.start.arguments drafts.engine.start.engine_args"
     " drafts.engine.scheduler.grammar_time drafts.engine.scheduler.next_drafts"
     " drafts.engine.scheduler.speculation drafts.engine.workers.drafting_worker"
     " drafts.engine.runners.v1 drafts.engine.runners.v2 drafts.engine.verification.sampling",
     ("speculation", "cpu"): "drafts.engine.workers.cpu_worker drafts.engine.attention.cpu",
     ("speculation", "cuda"): "drafts.engine.workers.cuda_worker drafts.engine.attention.cuda",
-    ("beam", "any"): "hooks.start.cpu_memory hooks.frontend.answers hooks.frontend.extension"
+    ("beam", "any"): "hooks.start.cpu_memory searches.engine.frontend.extension"
     " searches.engine.frontend.hypotheses searches.engine.scheduler.beam_scheduler"
     " searches.engine.scheduler.proxies"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2",

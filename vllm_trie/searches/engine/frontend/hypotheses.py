@@ -7,7 +7,8 @@ text, log-probabilities, a ``CompletionOutput``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_trie.hooks.frontend.answers import take_along
+from vllm_trie.hooks.frontend.answers import complete_answers, take_along
 from vllm_trie.hooks.frontend.metrics import record_search
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.wire import SPEC_KEY, is_search
@@ -156,3 +157,19 @@ def add_request(
 
 
 take_along(_engine, SPEC_KEY, "takes a search's result out of the field it travels in")
+
+
+def _add_beams(response: Any, outputs: Sequence[CompletionOutput]) -> None:
+    """Add the field ``beams`` to an answer whose choices are hypotheses of searches.
+
+    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline, with null
+    for infinite numbers, which JSON does not have.
+    """
+    beams = [output.beam for output in outputs if hasattr(output, "beam")]
+    if beams and hasattr(response, "choices"):
+        response.beams = json.loads(json.dumps(beams), parse_constant=lambda _: None)
+
+
+complete_answers(
+    of_beams("entrypoints.openai."), "answers with the scores of hypotheses", _add_beams
+)

@@ -18,9 +18,8 @@ from vllm_trie.hooks.frontend.extra_args import (
     custom_processors,
     refuse_misplaced,
     refuse_misspelled,
-    refusing_what_fails,
 )
-from vllm_trie.hooks.frontend.request_options import option_keys
+from vllm_trie.hooks.frontend.request_options import option_keys, refusing_what_fails
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import (
     CACHE_SALT,

@@ -1,0 +1,1 @@
+"""Drafts in the front end: options of requests, streams, the log."""
