@@ -34,7 +34,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -47,6 +46,7 @@ from vllm_trie.drafts.budget import DraftForecast, planned_lengths
 from vllm_trie.drafts.engine.runners import v2_lengths
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, packed
+from vllm_trie.drafts.engine.runners.v2_launched import Arrays, LaunchedStep
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
 from vllm_trie.drafts.engine.tree_step import TreeStep
@@ -67,35 +67,6 @@ if TYPE_CHECKING:
 
 _MOST_AHEAD = 2
 """Steps that asynchronous scheduling launches before it reads an output."""
-
-Arrays = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step whose tokens the host has not taken in.
-
-    Attributes:
-        step: Its trees.
-        batch: As vLLM prepared it.
-        texts: Of its requests.
-        tokens, counts: [requests, N + 1] and [requests], the new tokens, once they have arrived.
-        arrived: Tells when.
-        likeliest, argmax: Of the rows of logits, where the drafter reads them.
-        hidden_states: [tokens of the step, hidden_size].
-        max_nodes: The scheduler's limit on the drafts after it.
-    """
-
-    step: TreeStep
-    batch: InputBatch
-    texts: Sequence[RequestText]
-    tokens: np.ndarray
-    counts: np.ndarray
-    arrived: torch.cuda.Event
-    likeliest: Arrays | None
-    argmax: np.ndarray | None
-    hidden_states: torch.Tensor | None
-    max_nodes: int
 
 
 class V2Adapter(Adapter):
@@ -315,13 +286,9 @@ class V2Adapter(Adapter):
         paths: list[list[int]] = [[] for _ in last.texts]
         if wait != "verification":
             start = time.perf_counter()
-            hidden_states = last.hidden_states
-            if hidden_states is not None:
-                rows = async_tensor_h2d(_drafted_rows(last.step, last.batch), device=self._device)
-                hidden_states = hidden_states[last.batch.logits_indices[rows]]
             requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
             self._expect_no_drafts(last.texts, requests)
-            paths = self.trees.draft(last.step, requests, hidden_states, start, lengths)
+            paths = self.trees.draft(last.step, requests, last.drafted_states(), start, lengths)
         for text, drafted in zip(last.texts, paths, strict=True):
             text.drafted = drafted
         self._keep_stats()
@@ -513,13 +480,7 @@ class V2Adapter(Adapter):
             text.extend(row[:count]) if self._requests.get(text.data.req_id) is text else []
             for text, row, count in rows
         ]
-        if launched.likeliest is not None or launched.argmax is not None:
-            drafted = _drafted_rows(step, launched.batch)
-            if launched.likeliest is not None:
-                tokens, probabilities = launched.likeliest
-                step.likeliest = tokens[drafted], probabilities[drafted]
-            if launched.argmax is not None:
-                step.argmax = launched.argmax[drafted]
+        launched.hand_on_rows()
         self.trees.accept(step, step.paths_of(new_tokens))
         self.trees.end_step(step, new_tokens, is_timed)
         return new_tokens
@@ -566,11 +527,3 @@ class V2Adapter(Adapter):
     def _needs_chain(self, params: SamplingParams) -> bool:
         """Return whether a request's draft must be a chain, as structured outputs always do."""
         return True
-
-
-def _drafted_rows(step: TreeStep, batch: InputBatch) -> np.ndarray:
-    """Return int64 [rows], the rows of logits without those of fillers."""
-    num_rows = np.array([tree.num_nodes + 1 for tree in step.trees])
-    fillers_before = batch.cu_num_logits_np[:-1] - (num_rows.cumsum() - num_rows)
-    rows: np.ndarray = np.arange(num_rows.sum()) + np.repeat(fillers_before, num_rows)
-    return rows
