@@ -1,6 +1,10 @@
-"""What the plugin refuses."""
+"""What the plugin refuses, and how its messages show values."""
 
 from __future__ import annotations
+
+import itertools
+import reprlib
+from typing import Any
 
 
 class RefusedError(ValueError):
@@ -8,3 +12,25 @@ class RefusedError(ValueError):
 
     Any other ``ValueError`` is a bug, and keeps its traceback.
     """
+
+
+class _Shown(reprlib.Repr):
+    """Looks at no more than 20 entries of a container and of the containers in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 200
+        self.maxlist = self.maxtuple = 20
+        self.maxlevel = 2
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        first = dict(itertools.islice(x.items(), self.maxdict + 1))
+        return super().repr_dict(first, level)  # sorts them
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it, in a time that does not depend on its size."""
+    return _SHOWN.repr(value)[:200]

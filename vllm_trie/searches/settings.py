@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_trie.refusal import shown
 
 MAX_LENGTH_PENALTY = 5.0
 """Largest absolute value of the option; powers of lengths stay far from float32's limits."""
@@ -94,28 +94,6 @@ class BeamOptions(BaseModel):
                 "do_sample and num_beam_groups above 1 exclude each other; leave one of them out"
             )
         return self
-
-
-class _Shown(reprlib.Repr):
-    """Looks at no more than 20 entries of a container and of the containers in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 200
-        self.maxlist = self.maxtuple = 20
-        self.maxlevel = 2
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        first = dict(itertools.islice(x.items(), self.maxdict + 1))
-        return super().repr_dict(first, level)  # sorts them
-
-
-_SHOWN = _Shown()
-
-
-def shown(value: object) -> str:
-    """Return a value as an error shows it, in a time that does not depend on its size."""
-    return _SHOWN.repr(value)[:200]
 
 
 def parse_options(model: type[Options], values: Mapping[str, Any]) -> Options:

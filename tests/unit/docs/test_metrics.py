@@ -18,11 +18,12 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 @pytest.fixture(scope="module")
 def ours():
     """Name as `/metrics` has it -> labels."""
-    from vllm_trie.hooks.frontend import metrics
+    from vllm_trie.drafts.engine.frontend import metrics
+    from vllm_trie.searches.engine.frontend import metrics as of_searches
 
     labels = {}
     made = metrics._Metrics()
-    beams = map(metrics.beam_counter, metrics.beam_counters())
+    beams = map(of_searches.beam_counter, of_searches.beam_counters())
     others = (made.draft_failures, made.waits, made.tokens_per_step)
     for metric in (*made.counters.values(), *others, *beams):
         (described,) = metric.describe()

@@ -38,7 +38,7 @@ def test_lines_reach_what_vllm_sets_up_later(loggers):
     theirs, _ = loggers
     plugin._log_as_vllm_does()
     plugin._log_as_vllm_does()
-    ours = logging.getLogger("vllm_trie.hooks.frontend.metrics")
+    ours = logging.getLogger("vllm_trie.drafts.engine.frontend.metrics")
     ours.info("too early")
     records = Records()
     theirs.addHandler(records)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMClientError
 
-from vllm_trie.hooks.frontend.extra_args import check_extra_args
 from vllm_trie.hooks.frontend.request_options import with_packed_options
 from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY
 from vllm_trie.searches import BeamOptions, parse_options
+from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
 from vllm_trie.searches.engine.frontend.requests import check_api_request
 
 ENGINE: Any = SimpleNamespace(kv_transfer_config=None)

@@ -25,10 +25,11 @@ from vllm_trie.extras.items.start import ITEMS, catalogue_paths
 from vllm_trie.extras.items.trie_file import ItemsError, ItemsHeader, read_header
 from vllm_trie.files.watched_file import file_stamp
 from vllm_trie.hooks.start.additional_config import spelled
+from vllm_trie.refusal import shown
 from vllm_trie.searches import BeamOptions, SearchSettings
 from vllm_trie.searches.engine.beam_support import BeamRequestError
 from vllm_trie.searches.engine.constraint import SearchConstraint
-from vllm_trie.searches.settings import MAX_RULES, shown
+from vllm_trie.searches.settings import MAX_RULES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

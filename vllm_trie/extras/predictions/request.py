@@ -16,7 +16,7 @@ from vllm_trie.drafts.engine import config
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError
 from vllm_trie.hooks.ledger.record import Symbols
-from vllm_trie.searches.settings import shown
+from vllm_trie.refusal import shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

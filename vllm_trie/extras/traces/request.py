@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_trie.drafts.engine import config
 from vllm_trie.extras.traces.options import trace_path
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, is_switch
-from vllm_trie.refusal import RefusedError
-from vllm_trie.searches.settings import shown
+from vllm_trie.refusal import RefusedError, shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_trie.extras import brought, load
 from vllm_trie.hooks.wire import CACHE_SALT, SPECULATION, extra_args_of, is_search
-from vllm_trie.searches.settings import shown
+from vllm_trie.refusal import shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

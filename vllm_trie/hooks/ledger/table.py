@@ -15,7 +15,7 @@ from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "hooks.start.additional_config hooks.start.environment"
-    " hooks.frontend.metrics drafts.engine.frontend.requests"
+    " drafts.engine.frontend.metrics drafts.engine.frontend.requests"
     " drafts.engine.frontend.token_streams drafts.engine.frontend.offline_log"
     " drafts.engine.start.arguments drafts.engine.start.engine_args"
     " drafts.engine.scheduler.grammar_time drafts.engine.scheduler.next_drafts"

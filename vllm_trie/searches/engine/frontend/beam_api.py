@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
+from vllm_trie.refusal import shown
 from vllm_trie.searches import MAX_LENGTH_PENALTY, BeamOptions
 from vllm_trie.searches.engine.beam_support import (
     BeamRequestError,
@@ -25,7 +26,6 @@ from vllm_trie.searches.engine.beam_support import (
 from vllm_trie.searches.engine.constraint import constraints, option_names
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.searches.engine.frontend.requests import check_api_request
-from vllm_trie.searches.settings import shown
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -22,9 +22,9 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_trie.hooks.frontend.answers import complete_answers, take_along
-from vllm_trie.hooks.frontend.metrics import record_search
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.wire import SPEC_KEY, is_search
+from vllm_trie.searches.engine.frontend.metrics import record_search
 from vllm_trie.searches.engine.search_wire import HypothesisAnswer, SearchAnswer, beam_spec
 
 if TYPE_CHECKING:

@@ -13,12 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.hooks.frontend.extra_args import (
-    check_extra_args,
-    custom_processors,
-    refuse_misplaced,
-    refuse_misspelled,
-)
 from vllm_trie.hooks.frontend.request_options import option_keys, refusing_what_fails
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import (
@@ -27,6 +21,7 @@ from vllm_trie.hooks.wire import (
     extra_args_of,
     is_search,
 )
+from vllm_trie.refusal import shown
 from vllm_trie.searches import BeamOptions, parse_options
 from vllm_trie.searches.engine.beam_support import (
     BeamRequestError,
@@ -37,8 +32,14 @@ from vllm_trie.searches.engine.beam_support import (
     unsupported_rule,
 )
 from vllm_trie.searches.engine.constraint import constraints, option_names
+from vllm_trie.searches.engine.frontend.extra_args import (
+    check_extra_args,
+    custom_processors,
+    refuse_misplaced,
+    refuse_misspelled,
+)
 from vllm_trie.searches.engine.search_wire import BeamSpec, beam_spec
-from vllm_trie.searches.settings import MAX_RULES, shown
+from vllm_trie.searches.settings import MAX_RULES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

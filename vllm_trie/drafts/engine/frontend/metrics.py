@@ -1,8 +1,7 @@
-"""The plugin's metrics in vLLM's endpoint and in its log.
+"""Metrics of drafts in vLLM's endpoint and in its log.
 
 The scheduler sends the workers' statistics with its own, see
-:mod:`vllm_trie.drafts.engine.scheduler.speculation`. The report of a beam search travels with its
-result.
+:mod:`vllm_trie.drafts.engine.scheduler.speculation`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import Counter, Gauge
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_trie.drafts.engine import config
 from vllm_trie.extras import brought
+from vllm_trie.hooks.frontend.prometheus import LABELS, register_metric
 from vllm_trie.hooks.ledger.record import STATS, Symbols
 from vllm_trie.hooks.wire import FAILURE_REASONS, WAIT_CAUSES, TreeStats
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_BEAM_LABELS = ("model_name", "engine")
-_LABELS = (*_BEAM_LABELS, "method")
+_LABELS = (*LABELS, "method")
 
 
 @Symbols("v1.metrics.loggers:StatLoggerManager.", STATS).wraps(
@@ -72,34 +71,6 @@ def _brought_counters() -> Mapping[str, str]:
     return {name: text for _, texts in brought("counters") for name, text in texts.items()}
 
 
-_BEAM_COUNTERS = {
-    "searches": "Beam searches that ended.",
-    "hypotheses": "Sum of their widths.",
-    "waiting_seconds": "Time from their arrival to their start.",
-    "steps": "Steps that they took.",
-}
-"""Those of beam searches; their names begin with ``vllm:trie_beam_``."""
-
-
-@functools.cache
-def beam_counters() -> Mapping[str, str]:
-    """Return those of beam searches and of extras, with their help texts."""
-    of_extras = (texts for _, texts in brought("search_counters"))
-    return {name: text for texts in (_BEAM_COUNTERS, *of_extras) for name, text in texts.items()}
-
-
-def beam_counter(name: str) -> Any:
-    """Return a counter of :func:`beam_counters`, registered once a process."""
-    return register_metric(Counter, f"vllm:trie_beam_{name}", beam_counters()[name], _BEAM_LABELS)
-
-
-def record_search(report: Mapping[str, object]) -> None:
-    """Count a search, whose report has labels and amounts."""
-    labels = [report[label] for label in _BEAM_LABELS]
-    for name in report.keys() & beam_counters().keys():
-        beam_counter(name).labels(*labels).inc(report[name])
-
-
 class _Metrics:
     """The plugin's Prometheus metrics, registered once a process.
 
@@ -129,14 +100,6 @@ class _Metrics:
             _LABELS,
             multiprocess_mode="mostrecent",
         )
-
-
-def register_metric(
-    kind: Any, name: str, text: str, labels: tuple[str, ...], **options: object
-) -> Any:
-    """Return the metric of this name, made at the first call."""
-    metric = REGISTRY._names_to_collectors.get(name)
-    return kind(name, text, labelnames=labels, **options) if metric is None else metric
 
 
 class TreeStatLogger(StatLoggerBase):

@@ -16,9 +16,9 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from vllm_trie.hooks.frontend.request_options import brought_options, option_keys
 from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY, extra_args_of
+from vllm_trie.refusal import shown
 from vllm_trie.searches.engine.beam_support import BeamRequestError
 from vllm_trie.searches.engine.constraint import constraints, option_names
-from vllm_trie.searches.settings import shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
