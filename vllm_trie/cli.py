@@ -28,7 +28,6 @@ GROUPS = {
     "beam": "vllm_trie.lab.commands.beam",
     "corpus": "vllm_trie.lab.commands.corpus",
     "explore": "vllm_trie.lab.commands.explore",
-    "medusa": "vllm_trie.lab.medusa.command",
     **{name: module for name, (module, _) in _OF_EXTRAS.items()},
 }
 """Commands that live in other modules, each as a typer application named ``app``."""
@@ -37,7 +36,6 @@ GROUPS = {
 SUMMARIES = {
     "beam": "Run a beam search and draw it: which branches were kept, dropped and finished.",
     "corpus": "Corpora that `ngram_trie` drafts from (its option `corpus`).",
-    "medusa": "Train Medusa heads for a model.",
     **{name: summary for name, (_, summary) in _OF_EXTRAS.items()},
 }
 """The help of these groups, so that `--help` lists them without their imports."""

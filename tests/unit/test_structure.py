@@ -56,7 +56,7 @@ FLOORS = {
         "constraint beam_support", "search_wire", "frontend scheduler worker"
     ),
     "vllm_trie.lab": floors(
-        "tiny_model smollm2 drawings medusa",
+        "tiny_model smollm2 drawings",
         "local_engine",
         "explore corpus",
         "demo",

@@ -115,7 +115,10 @@ EXTRAS: Mapping[str, Extra] = {
             "attention": "gpu_check:check_device",
         },
     ),
-    "heads": Extra(methods={"medusa_dynamic": "drafter:MedusaDrafter"}),
+    "heads": Extra(
+        methods={"medusa_dynamic": "drafter:MedusaDrafter"},
+        commands={"medusa": ("training.command", "Train Medusa heads for a model.")},
+    ),
     "lookahead": Extra(methods={"lookahead_trie": "drafter:LookaheadDrafter"}),
     "union": Extra(
         methods={"trie_union": "drafter:TrieUnionDrafter"},

@@ -66,7 +66,7 @@ def test_state_given_is_that_of_the_whole_text(engine, expected, monkeypatch):
 
 def test_heads_of_another_model_are_refused(engine, tmp_path):
     from tests.extras.heads.unit.support import random_heads
-    from vllm_trie.lab.medusa.writing import save_vllm
+    from vllm_trie.extras.heads.training.writing import save_vllm
 
     save_vllm(random_heads(), tmp_path)
     with pytest.raises(CheckpointError, match="another"):

@@ -16,7 +16,7 @@ from tests.unit.drafters.support import end, make_context
 from vllm_trie.drafts.registry import parse_options
 from vllm_trie.extras.heads.drafter import MedusaDrafter
 from vllm_trie.extras.heads.reading import CheckpointError
-from vllm_trie.lab.medusa.writing import save_vllm
+from vllm_trie.extras.heads.training.writing import save_vllm
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -17,7 +17,7 @@ from tests.extras.heads.unit.support import (
     random_heads,
 )
 from vllm_trie.extras.heads.reading import CheckpointError, load_checkpoint
-from vllm_trie.lab.medusa.writing import save_vllm
+from vllm_trie.extras.heads.training.writing import save_vllm
 
 
 def edit_config(folder, **changes):

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     import numpy as np
 
-    from vllm_trie.lab.medusa import Backbone, Trainer
+    from vllm_trie.extras.heads.training import Backbone, Trainer
 
 app = typer.Typer(no_args_is_help=True, help="Train Medusa heads for a model.")
 
@@ -103,8 +103,8 @@ def _train(
 ) -> None:
     from vllm_trie.extras.heads.heads import HeadsShape
     from vllm_trie.extras.heads.reading import load_checkpoint
-    from vllm_trie.lab.medusa import TokenRows, Trainer, TrainingPlan
-    from vllm_trie.lab.medusa.states import StateCache
+    from vllm_trie.extras.heads.training import TokenRows, Trainer, TrainingPlan
+    from vllm_trie.extras.heads.training.states import StateCache
 
     backbone = _load_backbone(model, device, dtype, context)
     tokens, held = _read_text(backbone, data, validation, context)
@@ -141,7 +141,7 @@ def _read_text(
     backbone: Backbone, data: list[Path], validation: list[Path] | None, context: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens to train on and those to validate on."""
-    from vllm_trie.lab.medusa.text import find_files, read_tokens, split_rows
+    from vllm_trie.extras.heads.training.text import find_files, read_tokens, split_rows
 
     tokens = read_tokens(find_files(data), backbone.encoder)
     if not validation:
@@ -152,7 +152,7 @@ def _read_text(
 def _load_backbone(model: str, device: str, dtype: str, context: int) -> Backbone:
     import torch
 
-    from vllm_trie.lab.medusa import Backbone
+    from vllm_trie.extras.heads.training import Backbone
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
@@ -203,7 +203,7 @@ def _save(
 ) -> None:
     from dataclasses import asdict
 
-    from vllm_trie.lab.medusa.writing import save_vllm
+    from vllm_trie.extras.heads.training.writing import save_vllm
 
     save_vllm(trainer.heads, out, temperatures)
     report = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_trie.lab.medusa.text import Encoder
+from vllm_trie.extras.heads.training.text import Encoder
 
 
 class Backbone:

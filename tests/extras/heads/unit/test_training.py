@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from vllm_trie.extras.heads.heads import HeadsShape
-from vllm_trie.lab.medusa import Encoder, TokenRows, Trainer, TrainingPlan, read_tokens
-from vllm_trie.lab.medusa.states import StateCache
-from vllm_trie.lab.medusa.text import find_files, split_rows
+from vllm_trie.extras.heads.training import Encoder, TokenRows, Trainer, TrainingPlan, read_tokens
+from vllm_trie.extras.heads.training.states import StateCache
+from vllm_trie.extras.heads.training.text import find_files, split_rows
 
 HIDDEN, VOCAB, LENGTH = 32, 24, 16
 SHAPE = HeadsShape(2, 1, HIDDEN, VOCAB, VOCAB)

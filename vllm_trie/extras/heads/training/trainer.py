@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_trie.extras.heads.heads import HeadsShape, MedusaHeads
-from vllm_trie.lab.medusa.states import FrozenModel, StateCache
-from vllm_trie.lab.medusa.text import TokenRows
+from vllm_trie.extras.heads.training.states import FrozenModel, StateCache
+from vllm_trie.extras.heads.training.text import TokenRows
 
 _IGNORED = -100
 _UNLISTED = -1
