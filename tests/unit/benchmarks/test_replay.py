@@ -1,4 +1,4 @@
-"""The replay benchmark follows its definition."""
+"""The replay benchmark follows its definition, and what all benchmarks measure their runs with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import replay
+from support import harness
 from support.replay_data import QUESTIONS_VARIABLE
 
 from vllm_trie.tree import TokenTree
@@ -33,16 +34,12 @@ def test_steps_follow_the_definition():
     steps = replay.replay(method, "a", recording)
     # 9 comes from the prefill; then 1 2 +3, then 1 +5, then nothing +6, then 1 +0 (EOS).
     assert [step.num_tokens for step in steps] == [3, 2, 1, 2]
-    assert [step.num_nodes for step in steps] == [2, 2, 2, 2]
     assert method.seen[0] == [7, 8, 9]
     assert method.seen[1] == [7, 8, 9, 1, 2, 3]
     assert method.finished == [7, 8, 9, 1, 2, 3, 1, 5, 6, 1, 0]
-
-
-def test_the_last_step_is_not_counted_beyond_the_end():
-    recording = replay.Recording(1, "qa", prompt=[7], output=[9, 1])
-    [step] = replay.replay(Scripted(), "a", recording)
-    assert step.num_tokens == 1
+    # The last step is not counted beyond the end.
+    [step] = replay.replay(method, "a", replay.Recording(1, "qa", prompt=[7], output=[9, 1]))
+    assert (step.num_tokens, step.num_nodes) == (1, 2)
 
 
 def test_categories_pool_their_questions_and_the_mean_does_not():
@@ -64,3 +61,14 @@ def test_a_missing_file_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["replay.py"])
     with pytest.raises(SystemExit, match=f"--questions: .*, or set {QUESTIONS_VARIABLE}"):
         replay.main()
+
+
+def test_runs_take_turns():
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) or name for name in "ab"}
+    timed = harness.interleave(runs, 3)
+    assert "".join(order) == "abbaab"
+    assert [result for _, result in timed["b"]] == ["b"] * 3
+    assert harness.median_seconds([(3.0, None), (1.0, None), (2.0, None)]) == 2.0
+    slower = [(3.0, None), (4.0, None), (20.0, None)]
+    assert harness.median_ratio(slower, [(1.0, None), (2.0, None), (4.0, None)]) == 3.0

@@ -23,16 +23,13 @@ class Letters:
     all_special_ids = (1, ord("<"))
     chat_template: str | None = "yes"
 
-    def __init__(self, begin: str = "user:", end: str = "<model:") -> None:
-        self._begin, self._end = begin, end
-
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return [ord(char) for char in text]
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         [message] = messages
-        return f"{self._begin}{message['content']}{self._end}"
+        return f"user:{message['content']}<model:"
 
 
 class Echo:
@@ -131,34 +128,23 @@ def test_answers_of_other_settings_are_refused(tmp_path):
         AnswersFile(tmp_path / "b", SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("content", "suffix"),
-    [
-        ("one\n\ntwo\none\n", ".txt"),
-        ('{"prompt": "one"}\n{"turns": ["two", "more"]}\n', ".jsonl"),
-        ('{"question": "one"}\n{"text": "two"}\n', ".jsonl"),
-    ],
-)
-def test_files_of_questions(tmp_path, content, suffix):
-    path = tmp_path / f"questions{suffix}"
-    path.write_text(content)
-    assert read_questions(path) == ["one", "two"]
+def test_files_of_questions(tmp_path):
+    def read(content: str, suffix: str = ".jsonl") -> list[str]:
+        path = tmp_path / f"questions{suffix}"
+        path.write_text(content)
+        return read_questions(path)
 
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+    assert read("one\n\ntwo\none\n", ".txt") == ["one", "two"]
+    assert read('{"prompt": "one"}\n{"turns": ["two", "more"]}\n') == ["one", "two"]
+    assert read('{"question": "one"}\n{"text": "two"}\n') == ["one", "two"]
+    for content, message in (
         ("", "no question"),
         ("{", "line 1 is not JSON"),
         ('{"prompt": "a"}\n{"turns": [3]}', "line 2 has none"),
         ("[1]", "line 1 has none"),
-    ],
-)
-def test_wrong_files_of_questions(tmp_path, content, message):
-    path = tmp_path / "questions.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_questions(path)
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(content)
 
 
 def test_base_models_begin_with_their_first_token():
