@@ -23,7 +23,7 @@ from tests.engine.prompts import prompts, texts, tokenizer
 from tests.engine.test_random_requests import HEADS, THINKING, random_request
 from tests.extras.items.unit.catalogues import random_items, write
 from vllm_trie.extras.corpus.corpus_file import write_corpus
-from vllm_trie.extras.memory import read_store
+from vllm_trie.extras.memory.store_file import read_store
 from vllm_trie.extras.traces.trace_file import read_trace
 from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
 from vllm_trie.lab.tiny_model import model_path
