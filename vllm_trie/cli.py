@@ -20,13 +20,12 @@ LAB = "vllm_trie.lab.commands.main"
 LAB_COMMANDS = ("model-path", "fetch-model", "demo", "doctor", "validate")
 """Commands of the application in :data:`LAB`."""
 _OF_EXTRAS = {
-    name: (f"{package}.{module}", summary)
+    name: (importlib.util.resolve_name(module, package), summary)
     for package, commands in brought("commands")
     for name, (module, summary) in commands.items()
 }
 GROUPS = {
     "beam": "vllm_trie.lab.commands.beam",
-    "corpus": "vllm_trie.lab.commands.corpus",
     "explore": "vllm_trie.lab.commands.explore",
     **{name: module for name, (module, _) in _OF_EXTRAS.items()},
 }
@@ -35,7 +34,6 @@ GROUPS = {
 
 SUMMARIES = {
     "beam": "Run a beam search and draw it: which branches were kept, dropped and finished.",
-    "corpus": "Corpora that `ngram_trie` drafts from (its option `corpus`).",
     **{name: summary for name, (_, summary) in _OF_EXTRAS.items()},
 }
 """The help of these groups, so that `--help` lists them without their imports."""

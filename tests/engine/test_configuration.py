@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import vllm
 from vllm import SamplingParams, envs
@@ -33,7 +32,6 @@ from tests.processes import environment, run_python
 from vllm_trie.drafts import available_methods
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start import arguments as misspelled
-from vllm_trie.extras.corpus.corpus_file import write_corpus
 from vllm_trie.hooks import ledger, plugin
 from vllm_trie.hooks.ledger import Patch, record
 from vllm_trie.hooks.start.limits import reason_off
@@ -439,26 +437,6 @@ def test_low_precision_differs_at_near_ties_only(engine, dtype):
 # -- files that options name, and what vLLM need not warn of ---------------------------------------
 
 
-def test_files_are_checked_before_anything_starts(tmp_path):
-    corpus = tmp_path / "corpus"
-    texts = [np.arange(100, dtype=np.int32)]
-    write_corpus(corpus, texts, vocab_size=2048, tokenizer="of another model")
-    corpus.write_bytes(corpus.read_bytes()[:2000])
-    named = {"ngram_trie": {"corpus": str(corpus)}}
-    for options in (
-        {**TREES, "corpus": str(corpus)},
-        {"method": "trie_union", "drafters": ["ngram"], "options": named},
-    ):
-        assert f"corpus {corpus}: it is truncated" in refusal(speculative_config=options)
-    write_corpus(corpus, texts, vocab_size=4096, tokenizer="of another model")
-    said = refusal(speculative_config={**TREES, "corpus": str(corpus)})
-    assert "its vocabulary has 4096 tokens, the model's has 2048" in said
-    corpus.unlink()
-    said = refusal(speculative_config={**TREES, "corpus": str(corpus)})
-    assert f"option 'corpus' is an unusable file: corpus {corpus}: No such file" in said
-    assert "`vllm-trie corpus build`" in said
-
-
 def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path):
     hashed = engine_config().compute_hash()
     options = {"trace_path": str(tmp_path), "node_budget": "fixed", "store_tokens": 0}
@@ -477,7 +455,7 @@ def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path):
 @pytest.mark.slow
 def test_a_refused_start_is_one_line():
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_path())]
-    options = {"method": "ngram_trie", "corpus": "/missing"}
+    options = {"method": "ngram_trie", "num_speculative_tokens": 1000}
     done = subprocess.run(
         [*command, "--speculative-config", json.dumps(options)],
         env=environment(spawns=True, OMP_NUM_THREADS="1"),
@@ -489,8 +467,8 @@ def test_a_refused_start_is_one_line():
     assert done.returncode == 2, done.stderr[-4000:]
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "vllm serve: error: option 'corpus' is an unusable file: corpus /missing: No such file or "
-        "directory; build it with `vllm-trie corpus build` and the model's tokenizer"
+        "vllm serve: error: num_speculative_tokens=1000 is the node budget of a request's draft "
+        "tree and must be a whole number from 1 to 256; leave it out for 32"
     )
 
 

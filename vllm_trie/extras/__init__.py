@@ -19,7 +19,8 @@ class Extra(NamedTuple):
     Attributes:
         methods: Drafter classes by the name of their drafting method.
         hooks: Modules with entries of the ledger, by feature and platform.
-        commands: Modules of the command line, and their help, by the name of their group.
+        commands: Modules of the command line, relative to its folder, and their help, by the name
+            of their group.
         request_options: Makers of what travels to the workers, see
             :class:`~vllm_trie.hooks.frontend.request_options.RequestOption`, by key of requests'
             extra arguments.
@@ -31,6 +32,8 @@ class Extra(NamedTuple):
             engine, or None.
         draft_extension: Makes, for a scheduler of vLLM's, an object whose ``extend_drafts()`` adds
             to the ``spec_token_ids`` of running requests.
+        archive_options: Options of `ngram_trie` that open an archive, a class derived from
+            :class:`~vllm_trie.drafts.archive.ArchiveOptions`.
         text_stores: Takes vLLM's configuration and the drafter's context, and returns the
             :class:`~vllm_trie.drafts.text_store.TextStore` objects of an engine. Those that observe
             steps too are told of them.
@@ -54,6 +57,7 @@ class Extra(NamedTuple):
     counters: Mapping[str, str] = {}
     draft_source: str = ""
     step_observer: str = ""
+    archive_options: str = ""
     text_stores: str = ""
     draft_extension: str = ""
     checks: Mapping[str, str] = {}
@@ -91,7 +95,15 @@ EXTRAS: Mapping[str, Extra] = {
         text_stores="warm_start:open_stores",
         secrets=("VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"),
     ),
-    "corpus": Extra(),
+    "corpus": Extra(
+        commands={
+            "corpus": (
+                "...lab.commands.corpus",
+                "Corpora that `ngram_trie` drafts from (its option `corpus`).",
+            )
+        },
+        archive_options="options:CorpusOptions",
+    ),
     "items": Extra(
         keys=("items",),
         start_check="start:check_catalogues",
@@ -103,7 +115,7 @@ EXTRAS: Mapping[str, Extra] = {
         constraint="options:ItemOptions",
         commands={
             "items": (
-                "command",
+                ".command",
                 "Catalogues of items for constrained beam search (the request option `items`).",
             )
         },
@@ -117,7 +129,7 @@ EXTRAS: Mapping[str, Extra] = {
     ),
     "heads": Extra(
         methods={"medusa_dynamic": "drafter:MedusaDrafter"},
-        commands={"medusa": ("training.command", "Train Medusa heads for a model.")},
+        commands={"medusa": (".training.command", "Train Medusa heads for a model.")},
     ),
     "lookahead": Extra(methods={"lookahead_trie": "drafter:LookaheadDrafter"}),
     "union": Extra(

@@ -32,7 +32,7 @@ class PythonBackend:
     def _draft(self, job: Job, heads: Sequence[Sequence[tuple[int, float]]]) -> Draft:
         blend = self._blends[job.is_sampled]
         table = None if job.recycled is None else job.recycled.observe(job)
-        sources = ((Kind.OWN, job.own), (Kind.STORE, job.store), (Kind.CORPUS, job.corpus))
+        sources = ((Kind.OWN, job.own), (Kind.STORE, job.store), (Kind.ARCHIVE, job.archive))
         kinds = [kind for kind, index in sources if index is not None]
         indexes = [index for _, index in sources if index is not None]
         mixture = Mixture(indexes, kinds, blend, table)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -16,17 +15,8 @@ from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafts.ngram_trie.recycling import Recycling
 from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
 from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Recycled, Rows, Source
-from vllm_trie.drafts.ngrams.native import NativeCorpus
 from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
 from vllm_trie.drafts.text_store import KEY_BYTES
-from vllm_trie.extras.corpus.corpus_file import (
-    CorpusError,
-    check_vocabulary,
-    open_corpus,
-    read_header,
-)
-from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
-from vllm_trie.files.watched_file import WatchedFile
 from vllm_trie.tree import TokenTree
 
 BLEND = Blend(
@@ -44,14 +34,11 @@ SAMPLED = BLEND._replace(
 )
 """For requests with a temperature, fitted on samples at 0.6 and 1.0: a text repeats itself less."""
 
-CORPUS_INTERVAL = 1.0
-"""Seconds between two looks for another corpus: drafts are made between two steps."""
-
 
 class NgramTrieDrafter(Drafter):
     """Drafts the continuations of a text that earlier text makes likeliest.
 
-    Contexts of every length vote, in the request's own text, in finished requests and in a corpus.
+    Contexts of every length vote, in the request's own text, in finished requests, in an archive.
 
     State: an index of each request's own text, built from the prompt at the first call and
     extended at each later one by the tokens accepted since; the outputs of finished requests.
@@ -73,8 +60,8 @@ class NgramTrieDrafter(Drafter):
     ) -> None:
         super().__init__(options, context)
         self._backend = backend = backend or NativeBackend(BLEND, SAMPLED)
-        self._newest_corpus = watch_corpus(options.corpus, context)
-        self._corpus = self._newest_corpus()
+        self._newest_archive = options.open_archive(context)
+        self._archive = self._newest_archive()
         self._prompts: dict[str, bytes] = {}  # fingerprints, by request id
         self._prompt_key = os.urandom(KEY_BYTES)
         for text_store in context.text_stores:
@@ -93,12 +80,7 @@ class NgramTrieDrafter(Drafter):
     def check_files(
         cls, options: NgramTrieOptions, vocab_size: int, draft_model: str | None
     ) -> None:
-        if options.corpus is None:
-            return
-        try:
-            check_vocabulary(Path(options.corpus), read_header(Path(options.corpus)), vocab_size)
-        except CorpusError as error:
-            raise CorpusError(f"option 'corpus' is an unusable file: {error}") from None
+        options.check_archive(vocab_size)
 
     @classmethod
     def keeps_texts(cls, options: NgramTrieOptions) -> bool:
@@ -112,7 +94,7 @@ class NgramTrieDrafter(Drafter):
         self._backend.draft_batch(jobs)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        self._corpus = self._newest_corpus()
+        self._archive = self._newest_archive()
         if self.store is not None:
             self.store.receive(STEP_TOKENS)
             self.store.take_in(STEP_TOKENS)
@@ -157,7 +139,7 @@ class NgramTrieDrafter(Drafter):
         return Job(
             own=text.own,
             store=None if self.store is None else self.store.index(request.cache_salt),
-            corpus=self._corpus,
+            archive=self._archive,
             tokens=text.tokens,
             num_indexed=text.num_indexed,
             max_nodes=request.max_nodes,
@@ -181,27 +163,3 @@ def _rows(rows: LogitsRows | None) -> Rows | None:
         return None
     tree, accepted, tokens, probabilities = rows
     return Rows(tokens, probabilities, tree.token_ids, tree.parents, accepted)
-
-
-def watch_corpus(path: str | None, context: DrafterContext) -> Callable[[], NativeCorpus | None]:
-    """Open the corpus of the option `corpus`; return a function that gives its newest version.
-
-    Tensor-parallel ranks must draft alike and would see a new file at different steps, so they keep
-    the first one.
-
-    Raises:
-        RefusedError: The file cannot be used, or was not built with the model's tokenizer.
-        RuntimeError: The compiled core, which alone reads corpora, is not available.
-    """
-    if path is None:
-        return lambda: None
-    tokenizer = load_corpus_tokenizer(context.tokenizer or context.model)
-    tokenizer_print = fingerprint(tokenizer.vocabulary)
-
-    def open_file(path: Path) -> NativeCorpus:
-        return open_corpus(path, context.vocab_size, tokenizer_print)
-
-    if context.tensor_parallel_size > 1:
-        corpus = open_file(Path(path))
-        return lambda: corpus
-    return WatchedFile(Path(path), open_file, "the corpus", CORPUS_INTERVAL).latest

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
-from vllm_trie.drafts.drafter import DrafterOptions
+from vllm_trie.drafts.archive import ArchiveOptions
 from vllm_trie.drafts.ngrams import MAX_ORDER
 from vllm_trie.drafts.request_texts import INDEX_TOKENS
+from vllm_trie.extras import loaded
+
+if TYPE_CHECKING:
+    _OfArchive = ArchiveOptions
+else:
+    _OfArchive = next(loaded("archive_options"), ArchiveOptions)
 
 
-class NgramTrieOptions(DrafterOptions):
+class NgramTrieOptions(_OfArchive):
     """Options of `ngram_trie`."""
 
     index_output: bool = Field(
@@ -47,10 +55,4 @@ class NgramTrieOptions(DrafterOptions):
         le=1 << 26,
         description="Contexts of one to three tokens that `recycle` keeps, 80 bytes each, of all "
         "texts and of the answers to each prompt. Each cache_salt is sure of an equal share.",
-    )
-    corpus: str | None = Field(
-        default=None,
-        description="A file of `vllm-trie corpus synthesize` or `corpus build` with the model's "
-        "tokenizer, as a further source of drafts. The engine reads a file that is moved to its "
-        "place while it serves.",
     )

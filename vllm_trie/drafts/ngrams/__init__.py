@@ -1,4 +1,4 @@
-"""N-grams of texts: the index, the blend of its contexts, and corpora in files."""
+"""N-grams of texts: the index, and the blend of its contexts."""
 
 from vllm_trie.drafts.ngrams.blend import Blend, Recycled, Source
 from vllm_trie.drafts.ngrams.job import Candidates, Job, Rows

@@ -11,7 +11,7 @@ class Kind(IntEnum):
 
     OWN = 0
     STORE = 1
-    CORPUS = 2
+    ARCHIVE = 2
 
 
 class Source(NamedTuple):
@@ -53,9 +53,9 @@ class Blend(NamedTuple):
     shared_long: Source
     """Their contexts of `long_order` tokens and more, and the answer to such a prompt: a text that
     repeats one of them at length goes on repeating it."""
-    corpus: Source = Source(concentration=2.0, discount=0.75)
-    """A corpus; the concentration is for each token of the context."""
-    corpus_long: Source = Source(concentration=0.2, discount=0.15)
+    archive: Source = Source(concentration=2.0, discount=0.75)
+    """An archive; the concentration is for each token of the context."""
+    archive_long: Source = Source(concentration=0.2, discount=0.15)
     """Its contexts of `long_order` tokens and more."""
     recycled: Recycled = Recycled()
     """What the model held likely in earlier steps."""
@@ -85,6 +85,6 @@ class Blend(NamedTuple):
         if kind is Kind.STORE:
             return self.shared_long if is_long or is_answer else self.shared
         if is_long:
-            return self.corpus_long
-        concentration, discount = self.corpus
+            return self.archive_long
+        concentration, discount = self.archive
         return Source(concentration * max(order, 1), discount)

@@ -34,8 +34,8 @@ class Job(NamedTuple):
     the heads' candidates alone."""
     store: Any | None
     """Index of finished requests; requires `own`."""
-    corpus: Any | None
-    """Index of a corpus; requires `own`."""
+    archive: Any | None
+    """A read-only index; requires `own`."""
     tokens: np.ndarray
     """int32 [num_tokens], contiguous: the end of the request's text, which the draft continues."""
     num_indexed: int

@@ -19,7 +19,7 @@ from vllm_trie.tree import TokenTree
 
 CORE = Path(__file__).parent / "core"
 NODE_BYTES = 32
-"""Size of a node in memory and in a corpus file."""
+"""Size of a node in memory and in the file of an archive."""
 ROW_TOKENS = 8
 """Likeliest tokens of a row of logits that are kept."""
 MAX_ORDER = 8
@@ -103,7 +103,7 @@ class NativeIndex:
         )
 
 
-class NativeCorpus:
+class NativeArchive:
     """A read-only index over arrays that live elsewhere, in the copy of a file."""
 
     def __init__(
@@ -126,7 +126,7 @@ class NativeCorpus:
         """
         self._library = LIBRARY.functions
         self._arrays = (nodes, table, tokens)
-        self.handle = self._library.ngram_corpus_open(
+        self.handle = self._library.ngram_archive_open(
             *(nodes.ctypes.data, len(nodes) // NODE_BYTES),
             *(table.ctypes.data, len(table)),
             *(tokens.ctypes.data, len(tokens)),
@@ -137,7 +137,7 @@ class NativeCorpus:
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
-            self._library.ngram_corpus_close(self.handle)
+            self._library.ngram_archive_close(self.handle)
 
 
 class NativeRecycled:
@@ -179,12 +179,12 @@ def draft_batch(
     parts: list[Any] = [b"", blend]
     stride = max((job.max_nodes for job in jobs), default=0)
     for job in jobs:
-        own_text, store, corpus, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
+        own_text, store, archive, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
         recycled, logits_rows, scope, first, text, answer, output_begin, *of_request = job[9:]
         packed = _PACK_JOB(
             0 if own_text is None else own_text.handle,
             0 if store is None else store.handle,
-            0 if corpus is None else corpus.handle,
+            0 if archive is None else archive.handle,
             *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
             *(0 if recycled is None else recycled.handle, *_packed_rows(logits_rows)),
             *(scope, text, answer, output_begin, *of_request),

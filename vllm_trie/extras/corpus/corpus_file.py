@@ -123,7 +123,7 @@ def check_vocabulary(path: Path, header: CorpusHeader, vocab_size: int) -> None:
 
 def open_corpus(
     path: Path, vocab_size: int | None = None, tokenizer: str | None = None
-) -> native.NativeCorpus:
+) -> native.NativeArchive:
     """Check a whole corpus file and copy it to memory.
 
     Args:
@@ -142,7 +142,7 @@ def open_corpus(
     sizes = [header.num_nodes * native.NODE_BYTES, header.table_size * 4]
     nodes, table, tokens = np.split(body, np.cumsum(sizes))
     try:
-        return native.NativeCorpus(
+        return native.NativeArchive(
             nodes, table.view("<i4"), tokens.view("<i4"), header.max_order, header.vocab_size
         )
     except ValueError as error:

@@ -123,7 +123,7 @@ class MedusaDrafter(Drafter):
             Job(
                 own=text.own,
                 store=None,
-                corpus=None,
+                archive=None,
                 tokens=text.tokens,
                 num_indexed=text.num_indexed,
                 max_nodes=request.max_nodes,

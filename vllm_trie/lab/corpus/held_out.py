@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_trie.drafts.ngram_trie.drafter import BLEND
 from vllm_trie.drafts.ngrams import Job, NativeBackend
-from vllm_trie.drafts.ngrams.native import MAX_ORDER, NativeCorpus
+from vllm_trie.drafts.ngrams.native import MAX_ORDER, NativeArchive
 from vllm_trie.extras.corpus.corpus_file import open_corpus, write_corpus
 from vllm_trie.lab.corpus.answers_file import Answer
 from vllm_trie.lab.corpus.prompt_format import PromptFormat
@@ -49,7 +49,7 @@ def measure(answers: Sequence[Answer], prompts: PromptFormat, vocab_size: int) -
 
 
 def tokens_per_step(
-    texts: Sequence[tuple[np.ndarray, np.ndarray]], corpus: NativeCorpus | None
+    texts: Sequence[tuple[np.ndarray, np.ndarray]], corpus: NativeArchive | None
 ) -> float:
     """Return the tokens after each answer's first that a verified tree of 32 nodes yields.
 

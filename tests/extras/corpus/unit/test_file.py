@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.drafters import test_corpus
+from tests.extras.corpus.unit import test_corpus
 from tests.unit.test_checked_file import (
     Kind,
     made,

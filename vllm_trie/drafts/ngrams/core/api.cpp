@@ -5,7 +5,7 @@
 
 #include "draft.hpp"
 
-using ngram::Corpus;
+using ngram::Archive;
 using ngram::Index;
 using ngram::kNone;
 using ngram::Node;
@@ -57,7 +57,7 @@ bool is_sound(const View& view, int64_t num_nodes, int64_t table_size, int64_t n
         if (!is_root && !in_range(node.parent, 0, num_nodes)) return false;
         if (!is_node_or_none(node.first_child) || !is_node_or_none(node.next)) return false;
         if (!in_range(node.pos, kNone, num_tokens)) return false;
-        // In a corpus the one text is number 0, so this holds for both meanings of the union.
+        // In an archive the one text is number 0, so this holds for both meanings of the union.
         if (node.child_types < 0 || (node.pos != kNone && node.doc != 0)) return false;
         if (node.types < 1 || node.num_children < 0) return false;
     }
@@ -145,26 +145,26 @@ extern "C" void recycled_free(RecycledTable* table) { delete table; }
 extern "C" void recycled_forget(RecycledTable* table, int32_t scope) { table->forget(scope); }
 
 // An index over arrays that the caller keeps alive; null if they are not sound.
-extern "C" Corpus* ngram_corpus_open(const void* nodes, int64_t num_nodes, const int32_t* table,
+extern "C" Archive* ngram_archive_open(const void* nodes, int64_t num_nodes, const int32_t* table,
                                      int64_t table_size, const int32_t* tokens, int64_t num_tokens,
                                      int32_t max_order, int32_t vocab_size) {
     const bool is_power_of_two = table_size > 0 && (table_size & (table_size - 1)) == 0;
     if (!is_power_of_two || num_nodes < 1 || num_nodes > INT32_MAX || num_tokens > INT32_MAX ||
         max_order < 1 || max_order > ngram::kMaxOrder)
         return nullptr;
-    Corpus* corpus = new (std::nothrow) Corpus;
-    if (corpus == nullptr) return nullptr;
-    corpus->text = {tokens, static_cast<int32_t>(num_tokens)};
-    corpus->view = {static_cast<const Node*>(nodes), table, static_cast<uint32_t>(table_size - 1),
-                    &corpus->text, max_order};
-    if (!is_sound(corpus->view, num_nodes, table_size, num_tokens, vocab_size)) {
-        delete corpus;
+    Archive* archive = new (std::nothrow) Archive;
+    if (archive == nullptr) return nullptr;
+    archive->text = {tokens, static_cast<int32_t>(num_tokens)};
+    archive->view = {static_cast<const Node*>(nodes), table, static_cast<uint32_t>(table_size - 1),
+                    &archive->text, max_order};
+    if (!is_sound(archive->view, num_nodes, table_size, num_tokens, vocab_size)) {
+        delete archive;
         return nullptr;
     }
-    return corpus;
+    return archive;
 }
 
-extern "C" void ngram_corpus_close(Corpus* corpus) { delete corpus; }
+extern "C" void ngram_archive_close(Archive* archive) { delete archive; }
 
 // Runs draft_batch(). Returns 0, or kNone without memory.
 extern "C" int32_t ngram_draft(const char* batch, int32_t* rows) {

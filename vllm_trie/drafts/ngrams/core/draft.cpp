@@ -58,7 +58,7 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     num_sources_ = 0;
     if (job.own != nullptr) add_source(kOwn, job.own->view());
     if (job.store != nullptr) add_source(kStore, job.store->view());
-    if (job.corpus != nullptr) add_source(kCorpus, job.corpus->view);
+    if (job.archive != nullptr) add_source(kArchive, job.archive->view);
     if (job.own != nullptr) {
         if (job.num_indexed > 0)
             job.own->synchronize(job.text, job.first, tokens, job.num_indexed);

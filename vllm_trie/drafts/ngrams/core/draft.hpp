@@ -11,7 +11,7 @@
 namespace ngram {
 
 // Where contexts come from.
-enum Kind { kOwn, kStore, kCorpus };
+enum Kind { kOwn, kStore, kArchive };
 
 // Trust in the counts of a source: the parameters of a Pitman-Yor process.
 struct Source {
@@ -34,8 +34,8 @@ struct Blend {
     Source own;
     Source shared;
     Source shared_long;
-    Source corpus;
-    Source corpus_long;
+    Source archive;
+    Source archive_long;
     Recycled recycled;
     double path_trust;
     double min_left;
@@ -51,12 +51,12 @@ inline Source source_of(const Blend& blend, Kind kind, int32_t order, bool is_an
     if (kind == kOwn) return blend.own;
     const bool is_long = order >= blend.long_order;
     if (kind == kStore) return is_long || is_answer ? blend.shared_long : blend.shared;
-    if (is_long) return blend.corpus_long;
-    return {blend.corpus.concentration * std::max(order, 1), blend.corpus.discount};
+    if (is_long) return blend.archive_long;
+    return {blend.archive.concentration * std::max(order, 1), blend.archive.discount};
 }
 
-// An index in a mapped file. The arrays belong to the caller.
-struct Corpus {
+// A read-only index. The arrays belong to the caller.
+struct Archive {
     Text text;
     View view;
 };
@@ -76,7 +76,7 @@ struct Rows {
 struct DraftJob {
     Index* own;              // brought up to date with the tokens; null: the heads alone draft
     const Index* store;      // may be null
-    const Corpus* corpus;    // may be null
+    const Archive* archive;    // may be null
     Limits limits;
     int64_t num_tokens;      // those that follow: the end of the request's text
     int64_t num_indexed;     // the first of them, which belong in `own`

@@ -35,7 +35,7 @@ struct alignas(32) Node {
         int32_t doc;          // the text of its one occurrence, before
     };
 };
-static_assert(sizeof(Node) == 32, "two to a cache line; the corpus file holds them like this");
+static_assert(sizeof(Node) == 32, "two to a cache line; files of archives hold them like this");
 
 // Members that only changes to the index need.
 struct Upkeep {

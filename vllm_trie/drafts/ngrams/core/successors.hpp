@@ -8,7 +8,7 @@
 
 namespace ngram {
 
-constexpr int kMaxSources = 3;  // the request's own text, the store, the corpus
+constexpr int kMaxSources = 3;  // the request's own text, the store, the archive
 
 // The counted successors of a context.
 class Counted {

@@ -12,14 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.oracles.ngrams.backend import PythonBackend
-from tests.oracles.ngrams.index import NgramIndex
 from tests.unit.drafters.support import end, make_context, make_request
 from vllm_trie.drafts import parse_options
 from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
-from vllm_trie.drafts.ngram_trie import drafter as drafter_module
 from vllm_trie.drafts.ngram_trie.drafter import BLEND
 from vllm_trie.drafts.ngrams import Job, NativeBackend
+from vllm_trie.extras.corpus import options as options_module
 from vllm_trie.extras.corpus.corpus_file import CorpusError, open_corpus, write_corpus
 from vllm_trie.files.checked_file import PREFIX
 from vllm_trie.files.tokenizers import CorpusTokenizer, fingerprint
@@ -49,35 +47,13 @@ def letters(monkeypatch):
             return CorpusTokenizer(encode, {**VOCABULARY, "A": 26})
         return CorpusTokenizer(encode, VOCABULARY)
 
-    monkeypatch.setattr(drafter_module, "load_corpus_tokenizer", load)
+    monkeypatch.setattr(options_module, "load_corpus_tokenizer", load)
     monkeypatch.setattr(corpus_cli, "load_corpus_tokenizer", load)
-
-
-def test_drafts_as_the_readable_twin_from_the_same_texts(path):
-    """Of contexts of all lengths."""
-    in_memory = NgramIndex(8)
-    in_memory.add_text(np.concatenate([[*document, -1] for document in DOCUMENTS]))
-    text = np.array([7, 3, 4, 9, *range(12), 3, 4, 5], dtype=np.int32)
-    drafts = []
-    for backend, corpus in (
-        (NativeBackend(BLEND), open_corpus(path, len(VOCABULARY), fingerprint(VOCABULARY))),
-        (PythonBackend(BLEND), in_memory),
-    ):
-        index = backend.new_index(8)
-        for length in (3, 6, 16, 19):
-            tokens = text[:length].copy()
-            job = Job(index, None, corpus, tokens, length, 16, 9, False)
-            drafts.append(backend.draft_batch([job])[0].tree)
-    assert drafts[0].token_ids.tolist()[:1] == [5]
-    assert drafts[2].token_ids.tolist()[:7] == [12, 13, 14, 15, 16, 17, 18]
-    for compiled, readable in zip(drafts[:4], drafts[4:], strict=True):
-        for name in ("token_ids", "parents", "probabilities"):
-            np.testing.assert_array_equal(getattr(compiled, name), getattr(readable, name))
 
 
 @pytest.mark.usefixtures("letters")
 def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafter_module, "CORPUS_INTERVAL", 0.0)
+    monkeypatch.setattr(options_module, "INTERVAL", 0.0)
     context = make_context(tokenizer="letters")
     drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)
 
@@ -85,7 +61,7 @@ def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
         for _ in range(2):
             [tree] = drafter.propose([make_request([30, 3, 4])])
             end(drafter, "a")
-            file = drafter._newest_corpus.__self__
+            file = drafter._newest_archive.__self__
             if file._thread is not None:
                 file._thread.join()
         return tree.token_ids[:1].tolist()
