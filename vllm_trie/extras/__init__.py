@@ -7,8 +7,8 @@ not there brings nothing.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -145,9 +145,9 @@ def brought(part: str) -> Iterator[tuple[str, Any]]:
     """Yield the package of each extra that is there, and its part, see :class:`Extra`, if it has
     one."""
     for name, extra in EXTRAS.items():
-        package = f"{__name__}.{name}"
-        if (of_extra := getattr(extra, part)) and importlib.util.find_spec(package) is not None:
-            yield package, of_extra
+        is_there = (Path(__file__).parent / name / "__init__.py").is_file()
+        if is_there and (of_extra := getattr(extra, part)):
+            yield f"{__name__}.{name}", of_extra
 
 
 def load(package: str, name: str) -> Any:
