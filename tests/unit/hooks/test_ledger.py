@@ -235,9 +235,3 @@ def test_a_feature_is_installed_whole_or_not_at_all(one_feature, subject, monkey
         one_feature.install("speculation")
     assert dict(vars(subject)) == before
     assert one_feature.patches == ()
-
-
-def test_answers_keep_what_a_feature_adds_where_the_other_steps_aside():
-    for name in ("chat_completion_full_generator", "request_output_to_completion_response"):
-        hooks = [patch for patch in ledger.entries() if patch.target.endswith(name)]
-        assert {patch.feature for patch in hooks} == {"speculation", "beam"}

@@ -69,7 +69,6 @@ def check(extra_args: dict[str, Any] | None, *processors: str, connector: Any = 
         ({"beam_widht": 4}, "'beam_widht'] is unknown; did you mean 'beam_width'"),
         ({"num_beams": 4}, "'num_beams' is unknown; use 'beam_width'"),
         ({"speculaton": False}, "'speculaton'] is unknown; did you mean 'speculation'"),
-        ({"speculation_trase": True}, "did you mean 'speculation_trace'"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(extra_args, message):

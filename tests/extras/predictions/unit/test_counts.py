@@ -18,6 +18,7 @@ from tests.engine.prompts import tokenizer
 from vllm_trie.extras.predictions import counts as module
 from vllm_trie.extras.predictions.counts import CARRIED, COUNTS
 from vllm_trie.extras.predictions.source import PREDICTION
+from vllm_trie.hooks import ledger
 from vllm_trie.hooks.frontend.answers import remembered
 from vllm_trie.hooks.ledger.installation import Installation
 from vllm_trie.hooks.ledger.table import patches_here
@@ -116,3 +117,9 @@ def test_streams_of_several_prompts():
     last: dict[tuple[int, int], Any] = {}
     assert asyncio.run(read(last)) == 12
     assert module.counts_of(last.values()) == dict.fromkeys(COUNTS, 30)
+
+
+def test_answers_keep_what_a_feature_adds_where_the_other_steps_aside():
+    for name in ("chat_completion_full_generator", "request_output_to_completion_response"):
+        hooks = [patch for patch in ledger.entries() if patch.target.endswith(name)]
+        assert {patch.feature for patch in hooks} == {"speculation", "beam"}

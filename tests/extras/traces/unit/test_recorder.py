@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm_trie.hooks.frontend.extra_args import check_extra_args
 
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
@@ -193,6 +195,13 @@ def config(trace_path: str | None) -> Any:
 def test_traces_that_nobody_writes_are_refused(extra, engine, said):
     with pytest.raises(SpeculationRequestError, match=said):
         with_packed_options(engine, SimpleNamespace(extra_args=extra), None)
+
+
+def test_a_misspelled_option_is_refused():
+    engine: Any = SimpleNamespace(kv_transfer_config=None)
+    params = SimpleNamespace(extra_args={"speculation_trase": True})
+    with pytest.raises(VLLMClientError, match="did you mean 'speculation_trace'"):
+        check_extra_args(engine, params, [])
 
 
 @pytest.mark.parametrize("asks", [True, False])
