@@ -159,12 +159,12 @@ def test_exit_status_and_files(acted, tmp_path):
 
 
 def test_parts_can_be_chosen_and_bring_what_they_need(acted):
-    done = runner.invoke(cli.app, ["validate", "--part", "lookahead_trie, trees, bfloat16"])
+    done = runner.invoke(cli.app, ["validate", "--part", "ngram_trie, trees, bfloat16"])
     rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if " | passed | " in line]
     assert rows == [
         "| versions and device",
         "| plain vLLM, bfloat16",
-        "| lookahead_trie, trees, bfloat16",
+        "| ngram_trie, trees, bfloat16",
     ]
 
 
