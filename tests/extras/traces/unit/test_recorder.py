@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm_trie.hooks.frontend.extra_args import check_extra_args
 
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
@@ -23,6 +22,7 @@ from vllm_trie.extras.traces.request import check_folder
 from vllm_trie.extras.traces.trace_file import Step, read_trace
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, with_packed_options
 from vllm_trie.hooks.wire import SPEC_KEY, TreeStats
+from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
 from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.tree import TokenTree
 
