@@ -121,7 +121,7 @@ EXTRAS: Mapping[str, Extra] = {
         },
     ),
     "device_checks": Extra(
-        hooks={("beam", "any"): "search_check"},
+        hooks={("speculation", "any"): "uses", ("beam", "any"): "search_check"},
         checks={
             "drafts": "start_check:reason_against_drafts",
             "attention": "gpu_check:check_device",

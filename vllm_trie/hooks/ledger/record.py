@@ -1,7 +1,8 @@
 """Entries next to the code that they are about: decorators that record them on import.
 
 An override or a replacement takes its target's name and parameters from its own definition, so that
-its entry cannot outlive it. What is only called, read or relied on is in :mod:`.uses`.
+its entry cannot outlive it. What is only called, read or relied on is in
+modules called ``uses``.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_trie.extras import brought
-from vllm_trie.hooks.ledger import record, uses  # noqa: F401
+from vllm_trie.hooks.ledger import record
 from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "hooks.start.additional_config hooks.start.environment"
+    " drafts.engine.uses"
     " drafts.engine.frontend.metrics drafts.engine.frontend.requests"
     " drafts.engine.frontend.token_streams drafts.engine.frontend.offline_log"
     " drafts.engine.start.arguments drafts.engine.start.engine_args"
@@ -23,7 +24,8 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     " drafts.engine.runners.v1 drafts.engine.runners.v2 drafts.engine.verification.sampling",
     ("speculation", "cpu"): "drafts.engine.workers.cpu_worker drafts.engine.attention.cpu",
     ("speculation", "cuda"): "drafts.engine.workers.cuda_worker drafts.engine.attention.cuda",
-    ("beam", "any"): "hooks.start.cpu_memory searches.engine.frontend.extension"
+    ("beam", "any"): "hooks.start.cpu_memory"
+    " searches.engine.uses searches.engine.frontend.extension"
     " searches.engine.frontend.hypotheses searches.engine.scheduler.beam_scheduler"
     " searches.engine.scheduler.proxies"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2",

@@ -1,0 +1,54 @@
+"""What searches call, read or rely on in vLLM, without code that could record it."""
+
+from vllm_trie.hooks.ledger.record import TOKEN_LISTS, of_beams
+
+# fmt: off
+
+_beams = of_beams()
+_beams("config.model:ModelConfig.get_vocab_size", "called",
+    "the most candidates that a row can ask for, and the tokens of the check's prompts", "")
+_beams("v1.sample.logits_processor:LOGITSPROCS_GROUP", "read",
+    "names the installed logits processors, whose arguments beam requests cannot have")
+for _protocol in ("completion.protocol:Completion", "chat_completion.protocol:ChatCompletion"):
+    _beams(f"entrypoints.openai.{_protocol}Request.extract_structured_outputs", "called",
+        "the grammar of a request with use_beam_search", "")
+_beams("v1.core.sched.scheduler:Scheduler._free_request", "called", "frees proxies", "request")
+_beams("v1.core.sched.output:NewRequestData", "made", "a beam's slot on Model Runner V2",
+    "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
+    "num_computed_tokens lora_request prefill_token_ids")
+_beams("v1.core.sched.output:CachedRequestData", "changed", "proxies whose beams decode leave it",
+    "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
+    "num_output_tokens")
+_beams("v1.core.sched.output:SchedulerOutput", "changed",
+    "carries the beams, and the slots of each copy", "kv_cache_block_copies")
+_beams("v1.request:Request", "made", "its subclass stands for a group, the proxy",
+    "request_id prompt_token_ids")
+_beams("v1.request:Request.update_block_hashes", "relied on",
+    "writes block_hashes, which proxies share with their search", "")
+_beams("v1.engine:EngineCoreOutput", "made", "the whole output of a search",
+    "request_id new_token_ids finish_reason")
+for _method_name, _parameters in (
+    ("accept_tokens", "request_id tokens"), ("rollback", "num_tokens"), ("reset", ""),
+    ("fill_bitmask", "bitmask batch_index"),
+):
+    _beams(f"v1.structured_output.backend_types:StructuredOutputGrammar.{_method_name}", "called",
+        "one matcher walks the hypotheses of a search", _parameters)
+_beams("v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask",
+    "called", "the masks of a search's beams", "max_num_seqs")
+_beams("v1.structured_output.request:StructuredOutputRequest.grammar", "read",
+    "the grammar that vLLM has compiled for a search")
+_beams("v1.worker.gpu.async_utils:stream", "called",
+    "copies candidates in the stream of a step's output", "to_stream from_stream",
+    until=TOKEN_LISTS)
+_beams("v1.outputs:SamplerOutput", "made", "a step of beams only needs no sampler",
+    "sampled_token_ids logprobs_tensors")
+_beams("v1.outputs:ModelRunnerOutput", "changed", "carries the candidates", "req_ids")
+_beams("v1.attention.backends.cpu_attn:_get_attn_isa", "called",
+    "whether slots lie in the cache as the copies expect", "dtype block_size head_size",
+    platform="cpu")
+_beams("v1.core.kv_cache_utils:KVCacheBlockCopy", "made", "the copy of a tail block",
+    "src_block_id dst_block_id")
+_beams("v1.core.block_pool:BlockPool.get_new_blocks", "called", "blocks of beams", "num_blocks")
+_beams("v1.core.block_pool:BlockPool.free_blocks", "called", "gives back blocks of beams",
+    "ordered_blocks")
+# fmt: on
