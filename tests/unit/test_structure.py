@@ -67,9 +67,6 @@ FLOORS = {
 """A folder imports from lower floors only. Front end, scheduler and worker share one, as they run
 in processes of their own: what passes between them is below."""
 
-LEFT_TO_CUT = set[tuple[str, str]]()
-"""Imports against that order that are still there: none may be added."""
-
 KNOWING_VLLM = re.compile(r"vllm_trie/(hooks|lab|extras|(drafts|searches)/engine)/")
 """The folders that import vLLM; the laboratory its public interface only."""
 
@@ -103,7 +100,7 @@ def test_no_folder_imports_a_floor_above_it():
                     (_, floor), (_, other) = places
                     if floor <= other and short(target) != "extras":  # the table of them
                         upward.add((short(name), short(target)))
-    assert upward == LEFT_TO_CUT
+    assert upward == set()
 
 
 def test_nothing_imports_the_laboratory():
