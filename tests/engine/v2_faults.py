@@ -138,6 +138,8 @@ def reasons(llm: Any, names: Iterable[str]) -> dict[str, str | None]:
             patch.setattr(start_check, "_slowdown", lambda *runs: None)  # the interpreter's times
             patch.setattr(start_check, "_LONG_PROMPT", 60)
             patch.setattr(start_check, "_NUM_TOKENS", 12)
+            if name != "none":  # faults are in steps with drafts, and all is compiled
+                patch.setattr(start_check._Decoder, "compile", lambda self, num_drafts: None)
             FAULTS[name](patch)
             adapter._state = "warm-up"
             said[name] = start_check.reason_against_drafts(worker, adapter, agree=lambda why: why)

@@ -1,4 +1,4 @@
-"""Drafts for a model of an 8B's shapes in bfloat16, whose greedy output is recorded text.
+"""Drafts for a model with an 8B's heads in bfloat16, whose greedy output is recorded text.
 
 Its tokens follow from the request, the position and the token of each row, so that rounding changes
 none: chains and trees must give exactly the text.
@@ -24,10 +24,10 @@ SHAPE = {
     "num_hidden_layers": 1,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "intermediate_size": 14336,
+    "intermediate_size": 1024,
 }
-"""Of Llama 3 8B, with one of its layers."""
-VOCABULARY = 32_000
+"""Attention of Llama 3 8B, in one layer. Larger feed-forward layers and vocabularies are vLLM's."""
+VOCABULARY = 4096
 
 
 _kept: list[LLM] = []
