@@ -25,7 +25,7 @@ from tests.extras.items.unit.catalogues import random_items, write
 from vllm_trie.extras.corpus.corpus_file import write_corpus
 from vllm_trie.extras.memory.store_file import read_store
 from vllm_trie.extras.traces.trace_file import read_trace
-from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
+from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 from vllm_trie.lab.tiny_model import model_path
 
 TOGETHER, STEPS = 8, 6
@@ -146,7 +146,7 @@ def on_v2(folder: Path) -> Iterator[Scenario]:
 def on_v1(folder: Path) -> Iterator[Scenario]:
     """Yield scenarios with each drafter, with files, adapters, searches, and with little room."""
     wide = {**WIDE, **catalogues(folder)}
-    vocabulary = load_corpus_tokenizer(str(model_path())).vocabulary
+    vocabulary = load_tokenizer(str(model_path())).vocabulary
     documents = [np.array(tokenizer().encode(text), dtype=np.int32) for text in texts()[::3]]
     write_corpus(folder / "corpus", documents, 2048, fingerprint(vocabulary))
     (folder / "traces").mkdir()

@@ -71,6 +71,19 @@ KNOWING_VLLM = re.compile(r"vllm_trie/(hooks|lab|extras|(drafts|searches)/engine
 """The folders that import vLLM; the laboratory its public interface only."""
 
 
+CORE = ("native", "files", "tree", "attention", "hooks", "drafts", "searches")
+
+EXTRAS_WORDS = re.compile(
+    r"prediction_tokens|[\"`.]predictions?\b|[Ff]orced.?[Tt]okens"
+    r"|\bTRACE\b|trace_path|speculation_trace|Recorder"
+    r"|store_path|[Rr]eplica|[Ww]arm_?[Ss]tart|[Cc]orp(us|ora)"
+    r"|[Cc]atalogue|\bItem[A-Z]|ITEM|[\"`.]items[\"`]"
+    r"|device_checks|gpu_check|search_check|kernel_check"
+    r"|[Mm]edusa|lookahead_trie|Lookahead|Jacobi|trie_union|[Uu]nion(Drafter|Options)"
+)
+"""What extras are called by."""
+
+
 def test_imports_form_no_circle():
     assert sum(map(len, IMPORTS.values())) > 500
     TopologicalSorter(IMPORTS).prepare()  # raises CycleError
@@ -123,6 +136,69 @@ def floor_of(module: str, prefix: str, floors: dict[str, int]) -> tuple[str, int
 
 def short(module: str) -> str:
     return module.removeprefix("vllm_trie.")
+
+
+def test_the_core_names_no_extra():
+    named = [
+        f"{path}: {match[0]}"
+        for path in FILES
+        if path.suffix in (".py", ".cpp", ".hpp") and path.parts[1] in CORE
+        for match in EXTRAS_WORDS.finditer((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert named == []
+    extras = {path.parts[2] for path in FILES if path.parts[1:2] == ("extras",)}
+    assert {extra for extra in extras if not any(map(EXTRAS_WORDS.search, texts_of(extra)))} == {
+        "__init__.py"
+    }
+
+
+def texts_of(extra: str) -> Iterator[str]:
+    for path in SOURCES:
+        if path.parts[:3] == ("vllm_trie", "extras", extra) and path.name != "__init__.py":
+            yield (ROOT / path).read_text(encoding="utf-8")
+
+
+DRAFTER = "drafts.ngram_trie.drafter"
+SEARCH = "searches.engine."
+
+
+@pytest.mark.parametrize(
+    ("most", "starts"),
+    [
+        (36, ("drafts.engine.runners.v1", "drafts.engine.attention.cpu", DRAFTER)),
+        (42, ("drafts.engine.runners.v2", "drafts.engine.runners.v2_trees", DRAFTER)),
+        (
+            38,
+            (
+                f"{SEARCH}frontend.requests",
+                f"{SEARCH}scheduler.beam_scheduler",
+                f"{SEARCH}worker.beams_v1",
+                f"{SEARCH}frontend.hypotheses",
+            ),
+        ),
+    ],
+    ids=["draft on V1", "draft on V2", "search"],
+)
+def test_a_path_has_no_more_files(most, starts):
+    """The modules that a step may run, without the ground and what the start alone runs."""
+    pending, modules = [f"vllm_trie.{name}" for name in starts], set[str]()
+    while pending:
+        if (module := pending.pop()) not in modules:
+            modules.add(module)
+            pending += imported(without_types(SOURCES[MODULES[module]]))
+    files = {short(name) for name in modules if MODULES[name].name != "__init__.py"}
+    ground = ["native", "files", "tree", "attention", "refusal"]
+    path = {
+        name for name in files if name.partition(".")[0] not in ground and ".start." not in name
+    }
+    assert most * 0.9 < len(path) <= most, sorted(path)
+
+
+def without_types(source: ast.Module) -> ast.Module:
+    """Return a module without what it imports for types only."""
+    is_for_types = ast.dump(ast.parse("TYPE_CHECKING", mode="eval").body)
+    body = [n for n in source.body if ast.dump(getattr(n, "test", n)) != is_for_types]
+    return ast.Module(body, [])
 
 
 def test_no_gpu_process_imports_a_cpu_hook():

@@ -1,4 +1,4 @@
-"""Tokenizers of corpora."""
+"""Tokenizers of texts in files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class CorpusTokenizer(NamedTuple):
-    """The part of a tokenizer that a corpus needs."""
+class TextTokenizer(NamedTuple):
+    """The part of a tokenizer that turns files into tokens."""
 
     encode: Callable[[str], list[int]]
     """Token ids of a text, without BOS and EOS."""
@@ -30,7 +30,7 @@ def fingerprint(vocabulary: dict[str, int]) -> str:
     return digest.hexdigest()
 
 
-def load_corpus_tokenizer(name: str) -> CorpusTokenizer:
+def load_tokenizer(name: str) -> TextTokenizer:
     """Load a tokenizer: a Hugging Face name or folder, or a SentencePiece file (`*.model*`).
 
     Raises:
@@ -48,19 +48,19 @@ def load_corpus_tokenizer(name: str) -> CorpusTokenizer:
         ) from error
 
 
-def _load_sentencepiece(name: str) -> CorpusTokenizer:
+def _load_sentencepiece(name: str) -> TextTokenizer:
     from sentencepiece import SentencePieceProcessor
 
     pieces = SentencePieceProcessor(model_file=name)
     vocabulary = {pieces.id_to_piece(token): token for token in range(pieces.vocab_size())}
-    return CorpusTokenizer(lambda text: list(pieces.encode(text)), vocabulary)
+    return TextTokenizer(lambda text: list(pieces.encode(text)), vocabulary)
 
 
-def _load_hugging_face(name: str) -> CorpusTokenizer:
+def _load_hugging_face(name: str) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name)
-    return CorpusTokenizer(
+    return TextTokenizer(
         # verbose would warn of texts longer than the model's context.
         lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
         tokenizer.get_vocab(),

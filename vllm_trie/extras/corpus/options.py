@@ -16,7 +16,7 @@ from vllm_trie.extras.corpus.corpus_file import (
     open_corpus,
     read_header,
 )
-from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
+from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 from vllm_trie.files.watched_file import WatchedFile
 
 INTERVAL = 1.0
@@ -46,7 +46,7 @@ class CorpusOptions(ArchiveOptions):
         they keep the first one."""
         if self.corpus is None:
             return super().open_archive(context)
-        tokenizer = load_corpus_tokenizer(context.tokenizer or context.model)
+        tokenizer = load_tokenizer(context.tokenizer or context.model)
         tokenizer_print = fingerprint(tokenizer.vocabulary)
 
         def open_file(path: Path) -> NativeArchive:

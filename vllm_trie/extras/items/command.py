@@ -58,9 +58,9 @@ def build(
     with errors_end_the_command():
         encode = vocab_size = mark = None
         if tokenizer is not None:
-            from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
+            from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 
-            loaded = load_corpus_tokenizer(tokenizer)
+            loaded = load_tokenizer(tokenizer)
             encode, vocab_size = loaded.encode, loaded.vocab_size
             mark = fingerprint(loaded.vocabulary)
         items = read_items(source, encode, vocab_size)

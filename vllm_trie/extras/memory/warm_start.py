@@ -19,7 +19,7 @@ from vllm_trie.extras.memory.folder import Identity, Slot, prompt_key, read_newe
 from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.replicas import PASSWORD, USER, Replicas
 from vllm_trie.extras.memory.store_file import StoreHeader, write_store
-from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
+from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -148,7 +148,7 @@ def engine_identity(context: DrafterContext, revision: str | None) -> Identity:
 
 def _tokenizer_fingerprint(context: DrafterContext) -> str:
     try:
-        tokenizer = load_corpus_tokenizer(context.tokenizer or context.model)
+        tokenizer = load_tokenizer(context.tokenizer or context.model)
     except ValueError:  # a model that is given token ids has none
         return ""
     return fingerprint(tokenizer.vocabulary)

@@ -19,7 +19,7 @@ from vllm_trie.extras.corpus.corpus_file import (
     read_header,
     write_corpus,
 )
-from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
+from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,7 +51,7 @@ def build(
 ) -> None:
     """Index texts and write them as one corpus file, about 60 to 150 bytes a token."""
     with errors_end_the_command():
-        loaded = load_corpus_tokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer)
         documents = (
             document
             for source in track(sources, "reading", console=Console(stderr=True), transient=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_trie.extras.corpus.corpus_file import CorpusHeader, write_corpus
-from vllm_trie.files.tokenizers import fingerprint, load_corpus_tokenizer
+from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 from vllm_trie.lab import local_engine
 from vllm_trie.lab.corpus import held_out, synthesis
 from vllm_trie.lab.corpus.answers_file import AnswersFile
@@ -70,7 +70,7 @@ def run(
         ValueError: A setting or a file cannot be used.
     """
     questions = None if prompts is None else synthesis.read_questions(prompts)
-    loaded = load_corpus_tokenizer(model)
+    loaded = load_tokenizer(model)
     tokenizer = fingerprint(loaded.vocabulary)
     answers = AnswersFile(
         output.with_name(output.name + ".answers.jsonl"),

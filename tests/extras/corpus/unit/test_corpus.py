@@ -20,7 +20,7 @@ from vllm_trie.drafts.ngrams import Job, NativeBackend
 from vllm_trie.extras.corpus import options as options_module
 from vllm_trie.extras.corpus.corpus_file import CorpusError, open_corpus, write_corpus
 from vllm_trie.files.checked_file import PREFIX
-from vllm_trie.files.tokenizers import CorpusTokenizer, fingerprint
+from vllm_trie.files.tokenizers import TextTokenizer, fingerprint
 from vllm_trie.lab.commands import corpus as corpus_cli
 
 VOCABULARY = {chr(ord("a") + token): token for token in range(26)}
@@ -42,13 +42,13 @@ def path(tmp_path):
 def letters(monkeypatch):
     """The tokenizer "letters", whose tokens are those of VOCABULARY."""
 
-    def load(name: str) -> CorpusTokenizer:
+    def load(name: str) -> TextTokenizer:
         if name != "letters":
-            return CorpusTokenizer(encode, {**VOCABULARY, "A": 26})
-        return CorpusTokenizer(encode, VOCABULARY)
+            return TextTokenizer(encode, {**VOCABULARY, "A": 26})
+        return TextTokenizer(encode, VOCABULARY)
 
-    monkeypatch.setattr(options_module, "load_corpus_tokenizer", load)
-    monkeypatch.setattr(corpus_cli, "load_corpus_tokenizer", load)
+    monkeypatch.setattr(options_module, "load_tokenizer", load)
+    monkeypatch.setattr(corpus_cli, "load_tokenizer", load)
 
 
 @pytest.mark.usefixtures("letters")

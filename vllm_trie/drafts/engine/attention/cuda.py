@@ -1,7 +1,7 @@
 """vLLM's Triton attention backend, with tree attention for every row but prefill chunks.
 
 The kernels compile for compute capabilities 7.5 to 12.0 and have run on an H200.
-:mod:`vllm_trie.extras.device_checks.gpu_check` checks results before an engine serves.
+Results are checked before an engine serves.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REQUEST_SECONDS = 0.002
 """Processor time that the draft of a request may take in a step."""
 _PASSES = 3
-"""A matcher goes over a draft: checked, extended by forced tokens, masked."""
+"""A matcher goes over a draft: checked, extended, masked."""
 _MASKS = 2
 """Masks of a draft token: to extend the draft, and to sample."""
 _FIRST = 4
