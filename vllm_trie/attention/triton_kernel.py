@@ -33,7 +33,7 @@ from vllm_trie.attention.gpu_launch import (
 NUM_SPLITS = (1, 8)
 """Numbers of programs that share a request's slots, as checks try them; any number runs."""
 EVERY_LENGTH = 2**31 - 1
-"""For `longest`: no request is left out."""
+"""The value of `longest` that leaves out no request."""
 _MIN_SLOTS_PER_SPLIT = 256
 _LOG2_E = 1.4426950408889634
 

@@ -63,7 +63,7 @@ class LogitsRows(NamedTuple):
     token before the step's tree, and after each node, rejected ones included."""
 
     tree: TokenTree
-    """As verified; empty in a step without drafts."""
+    """The tree that was verified; empty in a step without drafts."""
     accepted: tuple[int, ...]
     """Accepted node indices, root first."""
     tokens: np.ndarray

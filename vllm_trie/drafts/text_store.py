@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 PROMPT_BYTES = 8
-"""Of the fingerprint of a prompt's end."""
+"""Length of the fingerprint of a prompt's end."""
 KEY_BYTES = 32
-"""Of the key of fingerprints."""
+"""Length of the key of fingerprints."""
 
 
 class StoredText(NamedTuple):

@@ -42,8 +42,8 @@ ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
 """Returns rank 0's trees on every tensor-parallel rank."""
 
 _MOST_PLAIN_ROWS = 16
-"""Of a step without drafts, whose rows of logits are read for later ones. By estimate, reading more
-would take over 1 % of a step on a GPU."""
+"""A step without drafts has its rows of logits read for later ones, if they are no more: reading more
+would take over 1 % of a step on a GPU, by estimate."""
 
 
 class TreeVerifier:

@@ -20,7 +20,7 @@ from vllm_trie.drafts.text_store import (
 _Key = tuple[bytes, int]
 """Digest of a salt, and a text's number in its index."""
 PROMPT_TOKENS = 32
-"""Of a prompt's end that its fingerprint covers: a chat template's tail, and more."""
+"""A fingerprint covers as many of a prompt's end: a chat template's tail, and more."""
 
 
 def prompt_print(key: bytes, cache_salt: str | None, prompt: np.ndarray) -> bytes:

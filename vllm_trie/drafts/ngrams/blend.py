@@ -37,10 +37,9 @@ class Recycled(NamedTuple):
     """After rejected siblings of the last token, in the last step; asked before the empty context,
     as what follows."""
     guess: float = 0.8
-    """In place of the last token: what was likely there may follow."""
+    """Trust in a token that was likely in place of the last one: it may follow."""
     odds: float = 0.85
-    """Of a node, in relation to what the blend makes them: the likeliest of many guesses are
-    overestimated."""
+    """Factor of a node's odds: the likeliest of many guesses are overestimated."""
 
 
 class Blend(NamedTuple):

@@ -47,20 +47,20 @@ class Job(NamedTuple):
     recycled: Any | None = None
     """Table of what the model held likely."""
     rows: Rows | None = None
-    """For the table, which takes them in first."""
+    """Rows of logits that the table takes in first."""
     scope: int = 0
-    """Of the table: requests of different scopes share nothing."""
+    """Part of the table: requests of different scopes share nothing."""
     first: int = 0
     """Place of `tokens[0]` in the request's text."""
     text: int = 0
-    """Of `own`, which holds the request's text."""
+    """Number of the request's text in `own`."""
     answer: int = -1
     """Text of the store that answered such a prompt, -1 for none."""
     output_begin: int = 0
     """Place in `tokens` where the output begins, negative if it is before them."""
     prompt: int = 0
-    """Of the table: requests with the same prompt ask what was likely in its answers first. An
-    int32, 0 without."""
+    """Number of the prompt in the table: requests with the same one ask what was likely in its
+    answers first. An int32, 0 without."""
     is_sampled: bool = False
     """Whether the request has a temperature."""
 

@@ -59,7 +59,7 @@ class DeviceCheck(NamedTuple):
     num_steps: int
     shapes: tuple[LayerShape, ...]
     largest_error: float
-    """Of tree attention, relative to the largest value in the cache."""
+    """Error of tree attention, relative to the largest value in the cache."""
     seconds: float
 
 

@@ -37,7 +37,7 @@ class LayerShape(NamedTuple):
     block_size: int
     dtype: torch.dtype
     quantized: torch.dtype | None = None
-    """Of the cache, if it is not `dtype`."""
+    """Type of the cache's values, if it is not `dtype`."""
 
     @property
     def cache_dtype(self) -> torch.dtype:

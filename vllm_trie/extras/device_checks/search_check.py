@@ -43,7 +43,7 @@ _NUM_ORDINARY = 4
 BLIND = "the check does not see missing copies of KV"
 """What it says where hypotheses are right without copies, as those that never part in a block."""
 _MAX_STEPS = 10_000
-"""Of a check; a search that does not end by then never does."""
+"""A search that has not ended after as many steps of the check never does."""
 
 _core = of_beams("v1.engine.core:")
 

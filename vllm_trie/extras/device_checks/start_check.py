@@ -85,11 +85,11 @@ class _Decoded(NamedTuple):
 
     tokens: list[list[int]]
     margins: list[list[dict[int, float]]]
-    """Of each output token: how much less likely it and the likeliest tokens are than the first."""
+    """How much less likely each output token and the likeliest ones are than the first."""
     step_seconds: float
     """Median of the decoding steps."""
     tokens_per_step: float
-    """Of one request, in the decoding steps."""
+    """Mean of one request's tokens in the decoding steps."""
 
 
 class _KnownAnswers(Drafter):

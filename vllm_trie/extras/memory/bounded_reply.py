@@ -16,12 +16,12 @@ SHORT = 64
 """Bytes of a string that is always kept, as ids are."""
 MAX_STRING = 1 << 18
 MAX_KEPT = 1 << 25
-"""Of all strings of a reply."""
+"""Bytes of all strings of a reply."""
 MAX_DROPPED = 1 << 29
-"""Of a reply: the longest string of a server with the default settings."""
+"""Bytes of a reply that are read and dropped: a server's longest string by default."""
 MAX_LINE = 1 << 16
 MAX_LINES = 1 << 18
-"""Of a reply: each string, number and list is one."""
+"""Lines of a reply: each string, number and list is one."""
 _PART = 1 << 16
 
 

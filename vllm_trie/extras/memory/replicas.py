@@ -40,9 +40,9 @@ VERSION = b"1"
 MAX_ENTRIES = 4096
 MAX_AGE = 24 * 3600
 MAX_TOKENS = 1 << 16
-"""Of a text; of a longer one, the end is shared."""
+"""A text has at most as many; of a longer one, the end is shared."""
 MAX_STREAMS = 1024
-"""Of the salts that were used last."""
+"""Streams are read for this many salts, those that were used last."""
 MAX_WAITING = 1024
 """Texts that wait for the server."""
 MAX_INCOMING = 1 << 20

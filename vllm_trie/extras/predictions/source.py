@@ -44,7 +44,7 @@ _AT_BEGINNING = 8
 _PRIOR = 2.0
 """Tokens that they count for."""
 _DECAY = 0.97
-"""Of a class's counts, with each of its tokens."""
+"""Each token of a class multiplies the class's counts by this."""
 _LEAST = 0.1
 """Probability of a path below which nothing is drafted."""
 

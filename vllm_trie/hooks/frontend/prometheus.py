@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 LABELS = ("model_name", "engine")
-"""Of all of them."""
+"""Labels of every metric."""
 
 
 def register_metric(

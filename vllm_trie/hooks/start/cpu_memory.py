@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SHARE_OF_FREE = 0.5
-"""Of the free memory, for the weights and the KV cache, which takes what is left."""
+"""Share of the free memory for the weights and the KV cache, which takes what they leave."""
 _STOCK_BLOCK, _BEAM_BLOCK = 128, 32
 """Tokens of a KV block: vLLM's default on CPUs, and the least that its CPU attention takes."""
 

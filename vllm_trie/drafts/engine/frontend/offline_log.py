@@ -14,7 +14,7 @@ from vllm_trie.hooks.ledger.record import STATS, Symbols
 logger = init_logger(__name__)
 
 _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
-"""Of vLLM's ``RequestSpecDecodeMetrics``."""
+"""Fields of vLLM's ``RequestSpecDecodeMetrics``."""
 
 
 @Symbols("entrypoints.common.offline:OfflineInferenceMixin.", STATS).wraps(

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu import buffer_utils
 _FILLER = 0
 """Any token of the vocabulary: the model computes it, verification never accepts it."""
 _MOST_READS = 1 << 18
-"""Of the host's memory by a waiting kernel: a few tenths of a second, by estimate."""
+"""A waiting kernel reads the host's memory as often: a few tenths of a second, by estimate."""
 _MOST_LATE = 3
 """Deliveries in a row that the device gave up, until no step is launched ahead any more."""
 

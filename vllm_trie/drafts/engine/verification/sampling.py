@@ -48,7 +48,8 @@ class TreeSample(NamedTuple):
     accepted: list[list[int]]
     """Accepted node indices, root first."""
     logprobs: LogprobsTensors | None
-    """Of ``num_requests * width`` tokens, width = the longest request's, padded with any values."""
+    """Those of ``num_requests * width`` tokens, width = the longest request's, padded with any
+    values."""
 
     def padded(self, device: torch.device) -> SamplerOutput:
         """Return vLLM's form of the sample: padded with -1 to at least two columns.
