@@ -189,14 +189,14 @@ class StepsOnDevice(Steps):
         self, drafter: Drafts, adapter_class: type[V2Adapter], launches_ahead: bool = False
     ) -> None:
         super().__init__(drafter, adapter_class, launches_ahead)
-        tree, go_on = drafter._tree, self.adapter.go_on
+        tree, resume = drafter._tree, self.adapter.resume
 
         def noted(part: Any, made: Any = None) -> Any:
-            result = go_on(part, made)
+            result = resume(part, made)
             self.calls.append(part)
             return result
 
-        self.adapter.go_on = noted  # type: ignore[method-assign]
+        self.adapter.resume = noted  # type: ignore[method-assign]
         cache = torch.zeros(8, 2, 4, 6, device=self.device)
         self.adapter.cache_groups = [CacheGroup(0, (cache,))]
         for name in "ab":
@@ -218,10 +218,10 @@ class StepsOnDevice(Steps):
 
     def verify(self, batch: Any) -> None:
         logits = torch.zeros(batch.cu_num_logits_np[-1], VOCAB, device=self.device)
-        placed = self.adapter.go_on("logits", logits)
+        placed = self.adapter.resume("logits", logits)
         if placed is not None:
             walked = walk_trees(logits.argmax(dim=-1), *placed, batch.cu_num_logits, WIDTH + 1)
-            self.adapter.go_on("path", (batch.logits_indices, walked.rows))
+            self.adapter.resume("path", (batch.logits_indices, walked.rows))
 
 
 CHAIN = TokenTree.from_lists([11, 12], [-1, 0])
@@ -251,7 +251,7 @@ def beams(device: torch.device) -> None:
     for number, fresh in enumerate((tails[:, :0], tails + 2)):
         totals = None if number else np.zeros(2, dtype=np.float32)
         of_group.launch(torch.zeros(2, VOCAB, device=device), totals, 4, (2,))
-        of_group.go_on([fresh], caches, 8)
+        of_group.take_children([fresh], caches, 8)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ class DeviceBeams:
         self._children = children_on_device(best, self.places, stop_token_ids)
         return Unfetched(best, in_order)
 
-    def go_on(
+    def take_children(
         self, fresh: Sequence[np.ndarray], kv_caches: Sequence[torch.Tensor], num_blocks: int
     ) -> None:
         """Put the children in the place of the beams, and copy the tails of those that move.

@@ -152,7 +152,7 @@ def test_the_device_makes_the_transitions_of_the_search(
         candidates = beams.launch(by_place, totals, count, stops)
         totals, num_computed = None, num_computed + 1
         fresh = tables.take_fresh(width * tables.starts_block(num_computed))
-        beams.go_on([fresh.reshape(width, -1)], [kv, kv], len(kv))
+        beams.take_children([fresh.reshape(width, -1)], [kv, kv], len(kv))
         assert all(map(np.array_equal, candidates.fetch(), expected))
         children = search.advance(expected)
         if search.done:

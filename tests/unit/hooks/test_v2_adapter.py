@@ -198,13 +198,13 @@ class Steps:
         )
         # Row r of the logits has hidden state [r].
         hidden_states = self.on_device(range(-1, num_rows), np.float32).unsqueeze(1)
-        self.adapter.go_on("requests")
-        self.adapter.go_on("inputs", batch)
-        self.adapter.go_on("positions", [self.on_device(range(1 + num_rows))])
-        self.adapter.go_on("masks")
+        self.adapter.resume("requests")
+        self.adapter.resume("inputs", batch)
+        self.adapter.resume("positions", [self.on_device(range(1 + num_rows))])
+        self.adapter.resume("masks")
         self.verify(batch)
         counts = self.on_device([len(some) for some in sampled.values()])
-        self.adapter.go_on("tokens", (self.on_device(tokens), counts))
+        self.adapter.resume("tokens", (self.on_device(tokens), counts))
         placeholders = self.adapter.propose(batch, hidden_states, max_nodes)
         self.states.draft_tokens[batch.idx_mapping] = placeholders
         self.fillers = self.adapter._fillers
@@ -524,7 +524,7 @@ def test_only_drafted_tokens_are_valid(monkeypatch):
     adapter: Any = SimpleNamespace(
         num_drafted=torch.tensor([9, 2, 0]),
         is_drafting=True,
-        go_on=lambda part, logits: read.append(logits),
+        resume=lambda part, logits: read.append(logits),
     )
     sampler, logits = make_sampler(DraftedOnly, adapter), torch.empty(6, 4)
     theirs = [False, False, True, False, False, False]

@@ -42,8 +42,8 @@ ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
 """Returns rank 0's trees on every tensor-parallel rank."""
 
 _MOST_PLAIN_ROWS = 16
-"""A step without drafts has its rows of logits read for later ones, if they are no more: reading more
-would take over 1 % of a step on a GPU, by estimate."""
+"""A step without drafts has its rows of logits read for later ones, if they are no more. Reading
+more would take over 1 % of a step on a GPU, by estimate."""
 
 
 class TreeVerifier:

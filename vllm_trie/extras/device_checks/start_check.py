@@ -139,7 +139,7 @@ class _Agreement:
         self._reason = self._reason or self._agree(why)
         return self._reason
 
-    def go_on(self) -> None:
+    def raise_reason(self) -> None:
         """Raise if a rank has a reason."""
         if self.reason() is not None:
             raise RuntimeError(self._reason)
@@ -159,7 +159,7 @@ def reason_against_drafts(
     drafter, budget, share_trees = trees.guard.drafter, trees.budget, trees.share_trees
 
     def share_together(drafts: list[TokenTree]) -> list[TokenTree]:
-        agreement.go_on()
+        agreement.raise_reason()
         return drafts if share_trees is None else share_trees(drafts)
 
     trees.budget, trees.share_trees = None, share_together
@@ -483,6 +483,6 @@ class _Decoder:
         step.total_num_scheduled_tokens = sum(sizes.values())
         if self._drafts_first:
             self._adapter.draft()
-        self._agreement.go_on()
+        self._agreement.raise_reason()
         self._worker.execute_model(step)
         return self._worker.sample_tokens(grammar)

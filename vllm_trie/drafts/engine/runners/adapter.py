@@ -75,8 +75,8 @@ class Adapter(ABC):
         self.waits_for, result = next(step)
         return result
 
-    def go_on(self, part: Part, made: Any = None) -> Any:
-        """Go on with the step after a part of vLLM's; return what the step has for the next one.
+    def resume(self, part: Part, made: Any = None) -> Any:
+        """Resume the step after a part of vLLM's; return what the step has for the next one.
 
         Parts before it that vLLM left out, as they had no rows, are None to the step. Parts that
         the step does not wait for change nothing.

@@ -53,7 +53,7 @@ class V1Speculation(Adapter):
 
     def step(self) -> Step:
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
-        here with what it has made: the overrides below call :meth:`go_on`."""
+        here with what it has made: the overrides below call :meth:`resume`."""
         trees, runner = self.trees, self.runner
         started = time.perf_counter()
 
@@ -243,7 +243,7 @@ class ChainRunnerMixin(_Runner):
     ) -> Any:
         with self.without_speculation(not scheduler_output.scheduled_spec_decode_tokens):
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.adapter.go_on("inputs", scheduler_output)
+        self.adapter.resume("inputs", scheduler_output)
         return prepared
 
     @_runner.overrides(
@@ -253,7 +253,7 @@ class ChainRunnerMixin(_Runner):
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> Any:
-        self.adapter.go_on("logits", logits)
+        self.adapter.resume("logits", logits)
         return super()._sample(logits, spec_decode_metadata)
 
     @_runner.overrides(
@@ -269,7 +269,7 @@ class ChainRunnerMixin(_Runner):
             # `execute_model` saw the configuration and left this to the end of the drafting.
             self.finalize_kv_connector()
             if new_tokens := getattr(output, "sampled_token_ids", None):
-                self.adapter.go_on("tokens", (new_tokens, None))
+                self.adapter.resume("tokens", (new_tokens, None))
         if (stats := self.adapter.trees.take_stats()) is not None:
             setattr(output, STATS_ATTRIBUTE, stats)
         return output
@@ -288,14 +288,14 @@ class ChainRunnerMixin(_Runner):
         *unused: object,
         **unused_too: object,
     ) -> list[list[int]]:
-        self.adapter.go_on("tokens", (sampled_token_ids, sample_hidden_states))
+        self.adapter.resume("tokens", (sampled_token_ids, sample_hidden_states))
         return [[] for _ in sampled_token_ids]
 
     @_runner.overrides("drafts, after vLLM has sent the step's tokens off")
     @torch.inference_mode()
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if self.adapter.waits_for == "drafts":
-            self._draft_token_ids = self.adapter.go_on("drafts")
+            self._draft_token_ids = self.adapter.resume("drafts")
         return super().take_draft_token_ids()
 
     @_runner.overrides("keeps length limits per request, not for the whole batch")
@@ -341,4 +341,4 @@ class TreeRunnerMixin(ChainRunnerMixin):
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> Any:
-        return self.adapter.go_on("logits", logits)
+        return self.adapter.resume("logits", logits)

@@ -127,7 +127,7 @@ class DraftedOnly(RejectionSampler):
     ) -> SamplerOutput:
         if not self._adapter.is_drafting:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        self._adapter.go_on("logits", logits)
+        self._adapter.resume("logits", logits)
         # Row i of a request verifies its draft token i - 1; row 0 belongs to its last token.
         num_drafted = self._adapter.num_drafted[input_batch.expanded_idx_mapping]
         fillers = input_batch.expanded_local_pos > num_drafted
@@ -270,14 +270,14 @@ class RunnerV2Mixin(_Runner):
     def prepare_inputs(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> InputBatch:
-        self.adapter.go_on("requests")
+        self.adapter.resume("requests")
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
         manager = self.cudagraph_manager
         if manager is not None and manager.varlen_decode and not batch.has_prefill:
             # A graph of drafts of any length was captured for this one; kernels may plan by it.
             batch.max_query_len = self.decode_query_len
         self._rows_of_requests = np.diff(batch.cu_num_logits_np)
-        self.adapter.go_on("inputs", batch)
+        self.adapter.resume("inputs", batch)
         return batch
 
     @_runner.overrides(
@@ -287,7 +287,7 @@ class RunnerV2Mixin(_Runner):
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         prepared = super().prepare_attn(input_batch)
-        self.adapter.go_on("positions", prepared[1])
+        self.adapter.resume("positions", prepared[1])
         return prepared
 
     @_runner.overrides(
@@ -314,14 +314,14 @@ class RunnerV2Mixin(_Runner):
         **kwargs: object,
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         sampled = super().sample(hidden_states, input_batch, grammar_output, *args, **kwargs)
-        self.adapter.go_on("tokens", (sampled[0].sampled_token_ids, sampled[1]))
+        self.adapter.resume("tokens", (sampled[0].sampled_token_ids, sampled[1]))
         return sampled
 
     @_runner.overrides("attaches the worker's statistics to its output", until=STATS)
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.execute_model_state is None:  # it has failed; None lets vLLM raise why
             return super().sample_tokens(grammar_output)
-        output = super().sample_tokens(self.adapter.go_on("masks", grammar_output))
+        output = super().sample_tokens(self.adapter.resume("masks", grammar_output))
         if output is not None:
             self.adapter.finish(output)
         return output

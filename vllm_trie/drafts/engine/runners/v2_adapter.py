@@ -112,7 +112,7 @@ class V2Adapter(Adapter):
 
     def step(self, scheduled: SchedulerOutput) -> Step:
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
-        here with what it has made: the overrides of :mod:`.v2` call :meth:`go_on`."""
+        here with what it has made: the overrides of :mod:`.v2` call :meth:`resume`."""
         trees = self.trees
         if not self.is_drafting:  # vLLM's warm-up, or an engine that is switched off
             cut = self._cut(scheduled)
@@ -315,7 +315,7 @@ class V2Adapter(Adapter):
             hidden_states: [tokens of the step, hidden_size].
             max_nodes: The scheduler's limit on a draft.
         """
-        self.go_on("states", (hidden_states, max_nodes))
+        self.resume("states", (hidden_states, max_nodes))
         if not (self.runner.use_pp and self.draft()):
             return batch.idx_mapping.new_zeros((batch.num_reqs, self.num_places))
         drafts = [self._requests[request_id].drafted for request_id in batch.req_ids]

@@ -76,12 +76,12 @@ class TreeSampler(RejectionSampler):
         if not self._adapter.is_drafting:  # vLLM's warm-up
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        draft_tokens, parents = self._adapter.go_on("logits", logits)
+        draft_tokens, parents = self._adapter.resume("logits", logits)
         sampled, scores = self._sample(logits, input_batch, draft_tokens)
         if invalid_drafts is not None:
             parents = parents.masked_fill(invalid_drafts, NO_PARENT)
         walked = walk_trees(sampled, draft_tokens, parents, input_batch.cu_num_logits, self._width)
-        self._adapter.go_on("path", (input_batch.logits_indices, walked.rows))
+        self._adapter.resume("path", (input_batch.logits_indices, walked.rows))
         connector = self._adapter.runner.aux_output_connector
         if connector is not None:
             follow_paths(connector, input_batch.logits_indices, walked.rows)

@@ -108,7 +108,7 @@ class BeamSlots:
             if step.token_ids is None:
                 beams = self._on_device[step.proxy_id]
                 num_blocks = self._runner.kv_cache_config.num_blocks
-                beams.go_on(step.suffix, self._runner.kv_caches, num_blocks)
+                beams.take_children(step.suffix, self._runner.kv_caches, num_blocks)
             else:
                 beams = DeviceBeams(step.token_ids, step.suffix, device)
                 self._on_device[step.proxy_id] = beams
