@@ -137,8 +137,7 @@ EXTRAS: Mapping[str, Extra] = {
         hooks={("speculation", "any"): "neural.checks"},
     ),
 }
-"""The extras, in the order in which the core asks them. Those that bring nothing here are still
-named in the core."""
+"""The extras, in the order in which the core asks them."""
 
 
 def brought(part: str) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,7 @@
 """Entries next to the code that they are about: decorators that record them on import.
 
 An override or a replacement takes its target's name and parameters from its own definition, so that
-its entry cannot outlive it. What is only called, read or relied on is in
-modules called ``uses``.
+its entry cannot outlive it. What is only called, read or relied on is in modules called ``uses``.
 """
 
 from __future__ import annotations
@@ -86,8 +85,9 @@ class Symbols:
         """Have a function take the place of vLLM's, which it gets as its first argument."""
 
         def record(function: _Decorated) -> _Decorated:
-            replacing = {"wrapper": around(function), **fields}
-            _AROUND[self._prefix + name].append(around(function))
+            wrap = around(function)
+            replacing = {"wrapper": wrap, **fields}
+            _AROUND[self._prefix + name].append(wrap)
             self._add(name, "wrapped", why, _parameters(function)[1:], replacing)
             return function
 
