@@ -75,10 +75,11 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step):
         assert torch.equal(read(cache, row), read(before, row))
 
 
-def test_caches_that_layers_share_are_moved_once():
+def test_caches_that_layers_of_a_group_share_are_moved_once():
     private, shared = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
     layers = {
         "a": SimpleNamespace(kv_cache=private),
+        "a of another group": SimpleNamespace(kv_cache=private),
         "b": SimpleNamespace(kv_cache=shared),
         "c": SimpleNamespace(kv_cache=shared),
     }
@@ -86,10 +87,10 @@ def test_caches_that_layers_share_are_moved_once():
         SimpleNamespace(
             kv_cache_groups=[
                 SimpleNamespace(layer_names=["a"]),
-                SimpleNamespace(layer_names=["b", "c"]),
+                SimpleNamespace(layer_names=["a of another group", "b", "c"]),
             ]
         ),
         layers,
     )
     assert [group.group_id for group in groups] == [0, 1]
-    assert [len(group.caches) for group in groups] == [1, 1]
+    assert [len(group.caches) for group in groups] == [1, 2]

@@ -34,22 +34,16 @@ def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list
     """Return the cache tensors of every group; layers that share another's cache add nothing.
 
     Args:
-        kv_cache_config: Of the engine.
+        kv_cache_config: Of the engine. Groups may share their tensors, in blocks of their own.
         layers: By name (``static_forward_context``); others are left out, and groups without any.
     """
-    seen: set[int] = set()
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        caches, move = [], None
         group_layers = [layers[name] for name in group.layer_names if name in layers]
-        if not group_layers:
-            continue
-        for layer in group_layers:
-            move = getattr(getattr(layer, "impl", None), "move_slots", None)
-            if layer.kv_cache.data_ptr() not in seen:
-                seen.add(layer.kv_cache.data_ptr())
-                caches.append(layer.kv_cache)
-        groups.append(CacheGroup(index, tuple(caches), move))
+        if group_layers:
+            move = getattr(getattr(group_layers[0], "impl", None), "move_slots", None)
+            caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in group_layers}
+            groups.append(CacheGroup(index, tuple(caches.values()), move))
     return groups
 
 
