@@ -42,6 +42,7 @@ class Family:
             ones make it do so, small ones leave the output to the layers; in between, drafts are
             accepted and rejected.
         engine: Options that its engines need.
+        is_full: Whether all layers attend to all tokens, with positions in one dimension.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Family:
     reason: str = ""
     embedding_std: float = 5.0
     engine: Config = field(default_factory=dict)
+    is_full: bool = True
 
 
 _TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
@@ -125,7 +127,7 @@ def _windowed(model_type: str, size: Config, embedding_std: float = 5.0, **value
 def _seeing(name: str, rope: Config, vision: Config, embedding_std: float = 5.0) -> Family:
     text = {"model_type": f"{name}_text", "rope_parameters": {**_MROPE, **rope}, **_THREE}
     config = {"model_type": name, "text_config": text, "vision_config": {**_VISION, **vision}}
-    return Family({**config, **_VISION_TOKENS}, "chain", "M-RoPE", embedding_std, _TEXT_ONLY)
+    return Family({**config, **_VISION_TOKENS}, "tree", "", embedding_std, _TEXT_ONLY, False)
 
 
 def _recurrent(model_type: str, size: Config = _FOUR, **values: Any) -> Family:
@@ -299,7 +301,10 @@ if torch.cpu._is_avx512_supported():  # as vLLM's kernels for these types demand
         engine={"kv_cache_dtype": "fp8"},
     )
 
-TREES = [name for name, family in FAMILIES.items() if family.drafts == "tree"]
+TREES = [name for name, family in FAMILIES.items() if family.drafts == "tree" and family.is_full]
+PARTIAL_TREES = [
+    name for name, family in FAMILIES.items() if family.drafts == "tree" and not family.is_full
+]
 CHAINS = [name for name, family in FAMILIES.items() if family.drafts == "chain"]
 RECURRENT = [name for name, family in FAMILIES.items() if "recurrent" in family.reason]
 

@@ -1,8 +1,8 @@
-"""Greedy output with chains is plain vLLM's where trees cannot go.
+"""Greedy output with drafts is plain vLLM's where attention is not full or has no tree kernel.
 
 Sliding windows, sinks, soft caps, attention in chunks, multimodal positions, fp8 KV caches:
 the models are tiny and their weights random, but vLLM's own code for the family runs. Each family's
-engine with chains has chunked prefill, prefix caching and preemptions; the plain one has none.
+engine with drafts has chunked prefill, prefix caching and preemptions; the plain one has none.
 """
 
 from __future__ import annotations
@@ -15,24 +15,33 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.compare import Prompt, differences, generate, preemptions, speculation
+from tests.engine.compare import (
+    Prompt,
+    differences,
+    generate,
+    preemptions,
+    speculation,
+    tell_oracle,
+)
 from tests.engine.families import (
     CHAINS,
     CYCLE,
     FAMILIES,
+    PARTIAL_TREES,
     VARIANTS,
     VOCABULARY,
     take_text_for_images,
     write_model,
 )
 
-pytestmark = pytest.mark.usefixtures("inspect_models_here", "experts_group")
+pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
 GREEDY = SamplingParams(
     temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=0
 )
 PREEMPTING_STEPS = (9, 20)
 DEEP = ("Qwen 2 of three layers", "Phi 3 of three layers")
 """Verified as trees by default; those with two layers repeat one token after another."""
+NAMES = (*(name for name in CHAINS if name != "DeepSeek V2"), *DEEP, *PARTIAL_TREES)
 
 
 @pytest.fixture
@@ -81,7 +90,7 @@ def largest_gap(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
     return max(gaps)
 
 
-@pytest.mark.parametrize("name", [*(n for n in CHAINS if n != "DeepSeek V2"), *DEEP])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy(engine, tmp_path, request, name):
     family = (FAMILIES | VARIANTS)[name]
     if "vision_config" in family.config:
@@ -102,20 +111,21 @@ def test_greedy(engine, tmp_path, request, name):
     pairs = {pair for one in tokens for pair in itertools.pairwise(one)}
     assert len(pairs) > len({first for first, _ in pairs}) + 4, "one token must not decide the next"
 
-    chains = engine(
-        **options,
-        enable_prefix_caching=True,
-        max_num_batched_tokens=48,
-        **speculation("ngram_trie", 8, verification="chain"),
+    tell_oracle(expected)
+    drafts = (
+        speculation("test_oracle", 12)
+        if name in PARTIAL_TREES
+        else speculation("ngram_trie", 8, verification="chain")
     )
+    llm = engine(**options, enable_prefix_caching=True, max_num_batched_tokens=48, **drafts)
     for outputs in (
-        generate_with_preemptions(chains, prompts),
-        again := generate(chains, prompts, GREEDY),
+        generate_with_preemptions(llm, prompts),
+        again := generate(llm, prompts, GREEDY),
     ):
         assert differences(expected, outputs) == []
         # Damage to the KV shows here before it changes a token.
         assert largest_gap(expected, outputs) < 1e-4
     assert sum(output.num_cached_tokens for output in again) > 0
-    accepted, rejected = draft_tokens(chains)
+    accepted, rejected = draft_tokens(llm)
     assert accepted > 40
     assert rejected > 40

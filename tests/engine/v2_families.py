@@ -1,5 +1,4 @@
-"""Chains on Model Runner V2 for the families that trees cannot serve, against plain V2, on a CPU;
-and trees for one with experts.
+"""Drafts on Model Runner V2 for families whose attention is not full, against plain V2, on a CPU.
 
 A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object: what differs, and
 accepted and rejected draft tokens, by family. The tests compare `TESTED` inside another program;
@@ -35,14 +34,23 @@ from tests.engine.compare import differences, generate, tell_oracle
 from tests.engine.conftest import add_experts_group, runner_of
 from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
-from tests.engine.families import CYCLE, FAMILIES, VOCABULARY, take_text_for_images, write_model
+from tests.engine.families import (
+    CYCLE,
+    FAMILIES,
+    PARTIAL_TREES,
+    VOCABULARY,
+    take_text_for_images,
+    write_model,
+)
 from tests.engine.v2_trees import put_in
 from vllm_trie.hooks.start import limits
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TREES = {**CHAINS, "num_speculative_tokens": 12, "verification": "tree"}
 EXPERTS = "Qwen 3 MoE"
-"""Verified as trees, most with the true path in them, and returns the experts of each token."""
+"""Returns the experts of each token."""
+IN_TREES = (EXPERTS, "Qwen 3 VL")
+"""Verified as trees, most with the true path in them."""
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL", EXPERTS)
 """Windows and soft caps, sinks, attention in chunks, and positions of images; and experts."""
 SEARCHED = ("Qwen 3 VL",)
@@ -83,9 +91,9 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
 
     plain = engine()
     expected = generate(plain, prompts(), greedy)
-    chains = engine(speculative_config=TREES if name == EXPERTS else CHAINS)
+    chains = engine(speculative_config=TREES if name in IN_TREES else CHAINS)
     assert chains.llm_engine.vllm_config.scheduler_config.async_scheduling
-    if name == EXPERTS:
+    if name in IN_TREES:
         tell_oracle(expected)
         put_in(chains, OracleDrafter)
     outputs = generate(chains, prompts(), greedy)
@@ -184,7 +192,8 @@ def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.use_v2(True)
     # Long enough that outputs leave the window of `families.WINDOW` tokens.
-    print("RESULT " + json.dumps(compare_families(sys.argv[1:] or FAMILIES_WITH_CHAINS, 40)))
+    names = sys.argv[1:] or [*FAMILIES_WITH_CHAINS, *PARTIAL_TREES]
+    print("RESULT " + json.dumps(compare_families(names, 40)))
 
 
 if __name__ == "__main__":

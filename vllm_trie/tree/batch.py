@@ -65,11 +65,12 @@ def place(trees: Sequence[TokenTree], rows: np.ndarray) -> tuple[np.ndarray, np.
     Args:
         trees: With nodes.
         rows: int64 [num_trees, 6], batch index, first query token, number of query tokens, number
-            of nodes, KV slots in use; the last number does not matter.
+            of nodes; the other numbers do not matter.
 
     Returns:
-        int64 [2, nodes of all trees], query token and position of each node; and uint64, the
-        :meth:`TokenTree.ancestor_words` of all trees, one after another.
+        int64 [2, nodes of all trees], the query token of each node, and its position, which follows
+        its depth, less that of its slot; and uint64, the :meth:`TokenTree.ancestor_words` of all
+        trees, one after another.
     """
     sizes = rows[:, 3]
     places = np.empty((2, sizes.sum()), dtype=np.int64)
@@ -150,12 +151,12 @@ def select_all(trees: Sequence[TokenTree], keep: np.ndarray) -> list[TokenTree]:
     predicted = [tree.probabilities for tree in trees if tree.probabilities is not None]
     sizes = np.array([tree.num_nodes for tree in trees])
     starts = np.cumsum(sizes) - sizes
-    num_kept_before = np.concatenate([[0], np.cumsum(keep, dtype=np.int32)])
-    bounds = num_kept_before[np.append(starts, len(keep))]
+    places = np.concatenate([[0], np.cumsum(keep, dtype=np.int32)])  # of kept nodes before each
+    bounds = places[np.append(starts, len(keep))]
     kept = np.flatnonzero(keep)
     parents = np.concatenate([tree.parents for tree in trees])[kept]
     owners = np.repeat(np.arange(len(trees)), np.diff(bounds))
-    moved = num_kept_before[parents + starts[owners]] - bounds[owners]
+    moved = places[parents + starts[owners]] - bounds[owners]
     parents = np.where(parents < 0, parents, moved).astype(np.int32)
     return _split(
         np.concatenate([tree.token_ids for tree in trees])[kept],

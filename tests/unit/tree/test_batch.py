@@ -51,11 +51,12 @@ def check(trees: list[TokenTree], data: st.DataObject) -> None:
         assert not np.shares_memory(ours.token_ids, theirs.token_ids)
     if any(tree.num_nodes for tree in trees):
         full = [tree for tree in trees if tree.num_nodes]
-        (tokens, positions), words = place(full, rows_of(full))
+        (tokens, shifts), words = place(full, rows_of(full))
         assert tokens.tolist() == [
             10 * i + node for i, t in enumerate(full) for node in range(t.num_nodes)
         ]
-        assert positions.tolist() == [99 + d for tree in full for d in tree.depths().tolist()]
+        depths = [tree.depths() - 1 - np.arange(tree.num_nodes) for tree in full]
+        assert shifts.tolist() == np.concatenate(depths).tolist()
         expected = np.concatenate([tree.ancestor_words().reshape(-1) for tree in full])
         assert words.tolist() == expected.tolist()
     never = [flags(data.draw, tree.num_nodes) for tree in trees]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from vllm_trie.attention import TreeBatch
 from vllm_trie.drafts import DraftRequest, LogitsRows, VerifiedStep
@@ -27,6 +28,7 @@ class TreeStep:
         is_pausing: Whether no drafts are wanted after it.
         has_drafts: Whether it verifies any.
         tree_batch: The trees that need tree attention.
+        places: Of their nodes, see :func:`follow_depths`.
         likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
             where they are not read.
         argmax: int of each row of logits; None where the drafter does not need it.
@@ -42,6 +44,7 @@ class TreeStep:
     is_pausing: bool = False
     has_drafts: bool = False
     tree_batch: TreeBatch | None = None
+    places: torch.Tensor | None = None
     likeliest: tuple[np.ndarray, np.ndarray] | None = None
     argmax: np.ndarray | None = None
     num_decoding: int = 0

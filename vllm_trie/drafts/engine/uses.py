@@ -114,6 +114,9 @@ _masked("v1.attention.selector:_cached_get_attn_backend.cache_clear", "called",
     "an earlier engine in the same process may have cached vLLM's backend")
 _masked("v1.worker.gpu.model_states.interface:ModelState.prepare_attn", "set",
     "makes the metadata of each layer, which then carries the step's trees")
+_v2("model_states.interface:ModelState.prepare_inputs", "set",
+    "makes positions in several dimensions (M-RoPE), which then follow the depths of nodes",
+    "input_batch req_states")
 
 _other = Symbols()
 _other("_custom_ops:cpu_attn_get_scheduler_metadata", "called",

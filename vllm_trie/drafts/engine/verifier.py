@@ -154,7 +154,8 @@ class TreeVerifier:
             trees: The step's, with fillers where it has any.
         """
         start = time.perf_counter()
-        step.tree_batch = place_trees(trees or step.trees, tokens, takes_chains)
+        placed = place_trees(trees or step.trees, tokens, takes_chains)
+        step.tree_batch, step.places = placed
         self._stats.preparation_seconds += time.perf_counter() - start
 
     def verify(

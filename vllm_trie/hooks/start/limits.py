@@ -207,9 +207,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "multi-head latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "{model}: multi-head latent attention (MLA) is not supported"),
-    Limit(TREES, "multimodal rotary positions (M-RoPE)",
-        lambda c: c.model_config.uses_mrope,
-        "{model}: multimodal rotary positions (M-RoPE) are not supported"),
     Limit(TREES, "soft caps on attention scores",
         lambda c: getattr(c.model_config.hf_text_config, "attn_logit_softcapping", None),
         "{model}: soft caps on attention scores (attn_logit_softcapping={found}) are not "

@@ -50,29 +50,29 @@ extern "C" int32_t trees_are_valid(const int32_t* tokens, const int32_t* parents
 }
 
 // Place the trees in a step. A row of `rows` has the fields of TreeRow: batch index, first query
-// token, number of query tokens, number of nodes, KV slots in use, and one more. Writes the query
-// token of each node, its position, and its ancestor words, ceil(N / 64) for each node of a tree.
+// token, number of query tokens, number of nodes, and two more. Writes the query token of each node,
+// its position less its slot's, and its ancestor words, ceil(N / 64) for each node of a tree.
 extern "C" void trees_place(const int32_t* parents, const int64_t* rows, int64_t num_trees,
-                            int64_t* tokens, int64_t* positions, uint64_t* words) {
+                            int64_t* tokens, int64_t* shifts, uint64_t* words) {
     for (int64_t tree = 0; tree < num_trees; ++tree, rows += kRowFields) {
         const int64_t size = rows[3], num_words = (size + kWordBits - 1) / kWordBits;
-        const int64_t first_token = rows[1] + rows[2] - size, num_committed = rows[4] - size;
+        const int64_t first_token = rows[1] + rows[2] - size;
         for (int64_t node = 0; node < size; ++node) {
             const int32_t parent = parents[node];
             uint64_t* row = words + node * num_words;
             tokens[node] = first_token + node;
             if (parent == kRoot) {
-                positions[node] = num_committed;
+                shifts[node] = -node;
                 std::fill_n(row, num_words, 0);
             } else {
-                positions[node] = positions[parent] + 1;
+                shifts[node] = shifts[parent] + parent + 1 - node;
                 std::copy_n(words + parent * num_words, num_words, row);
             }
             row[node / kWordBits] |= uint64_t{1} << (node % kWordBits);
         }
         parents += size;
         tokens += size;
-        positions += size;
+        shifts += size;
         words += size * num_words;
     }
 }

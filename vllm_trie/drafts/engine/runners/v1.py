@@ -24,7 +24,11 @@ from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.draft_requests import draft_requests, ended_request
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
-from vllm_trie.drafts.engine.verification.placement import QueryTokens, logits_tokens
+from vllm_trie.drafts.engine.verification.placement import (
+    QueryTokens,
+    follow_depths,
+    logits_tokens,
+)
 from vllm_trie.drafts.engine.verification.sampling import sample_levels
 from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
@@ -108,8 +112,8 @@ class V1Speculation(Adapter):
         return tokens, prefers_chains(runner.device, dtype, runner.kv_cache_dtype)
 
     def _slot_mappings(self) -> list[torch.Tensor]:
-        tables = self.runner.input_batch.block_table
-        return [tables[group.group_id].slot_mapping.gpu for group in self.cache_groups]
+        tables = self.runner.input_batch.block_table.block_tables
+        return [table.slot_mapping.gpu for table in tables]
 
     def _draft_requests(
         self, scheduled: SchedulerOutput, new_tokens: list[list[int]]
@@ -336,6 +340,13 @@ class TreeRunnerMixin(ChainRunnerMixin):
         built: Any = super()._build_attention_metadata(*args, **kwargs)
         hand_on(self.adapter.trees.step.tree_batch, built[0])
         return built
+
+    @_runner.overrides("positions of tree nodes follow their depth in all dimensions (M-RoPE)")
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        preprocessed: Any = super()._preprocess(*args, **kwargs)
+        if self.uses_mrope and (places := self.adapter.trees.step.places) is not None:
+            follow_depths(self.mrope_positions.gpu, places)
+        return preprocessed
 
     @_runner.within_wrappers
     def _sample(

@@ -33,7 +33,7 @@ from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_experts import follow_paths
 from vllm_trie.drafts.engine.tree_step import TreeStep
-from vllm_trie.drafts.engine.verification.placement import QueryTokens
+from vllm_trie.drafts.engine.verification.placement import QueryTokens, follow_depths
 from vllm_trie.drafts.engine.verification.tree_walk import NO_PARENT, walk_trees
 from vllm_trie.hooks.ledger.record import Symbols
 
@@ -171,6 +171,8 @@ class V2TreeAdapter(V2Adapter):
         self._takes_chains = prefers_chains(self._device, *dtypes)
         state: Any = runner.model_state
         state.prepare_attn = self._hands_trees_on(state.prepare_attn)
+        if runner.model_config.uses_mrope:
+            state.prepare_inputs = self._follows_depths(state.prepare_inputs)
 
     def _hands_trees_on(self, prepare_attn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a model state's method whose metadata carries the step's trees."""
@@ -183,6 +185,21 @@ class V2TreeAdapter(V2Adapter):
 
         return with_trees
 
+    def _follows_depths(self, prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a model state's method whose positions in all dimensions (M-RoPE) follow the
+        depths of the step's nodes."""
+
+        @functools.wraps(prepare_inputs)
+        def with_depths(*args: object, **kwargs: object) -> Any:
+            inputs = prepare_inputs(*args, **kwargs)
+            step = self.trees.step
+            places, step.places = step.places, None  # an idle rank's run may come next
+            if places is not None:
+                follow_depths(inputs["positions"], places)
+            return inputs
+
+        return with_depths
+
     def place(self, step: TreeStep, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Put the step's trees in place.
 
@@ -191,8 +208,8 @@ class V2TreeAdapter(V2Adapter):
         """
         if batch.num_draft_tokens == 0:
             return None
-        num_draft_tokens = batch.num_draft_tokens_per_req
-        assert num_draft_tokens is not None
+        num_places = batch.num_draft_tokens_per_req
+        assert num_places is not None
         num_computed = np.zeros(batch.num_reqs, dtype=np.int64)
         num_rows = int(batch.cu_num_logits_np[-1])
         # Triton compiles a kernel anew for pointers that are not aligned.
@@ -203,7 +220,7 @@ class V2TreeAdapter(V2Adapter):
         for index, tree in enumerate(trees):
             if not tree.num_nodes:
                 continue
-            num_committed = batch.num_scheduled_tokens[index] - num_draft_tokens[index]
+            num_committed = batch.num_scheduled_tokens[index] - num_places[index]
             text_length = self._requests[batch.req_ids[index]].num_tokens
             num_computed[index] = text_length - num_committed
             first = batch.cu_num_logits_np[index] + 1
@@ -212,7 +229,7 @@ class V2TreeAdapter(V2Adapter):
             parents[nodes] = tree.parents + 1
             if tree.never_accept is not None:
                 parents[nodes][tree.never_accept] = NO_PARENT
-            trees[index] = tree.filled_up(num_draft_tokens[index])
+            trees[index] = tree.filled_up(num_places[index])
         on_device = async_tensor_h2d(rows, device=self._device)
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         tokens = QueryTokens(starts, num_computed, batch.positions, batch.input_ids)

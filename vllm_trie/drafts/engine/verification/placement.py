@@ -52,13 +52,16 @@ def scheduled_tree(stored: TokenTree | None, scheduled: Sequence[int]) -> TokenT
 
 def place_trees(
     trees: Sequence[TokenTree], tokens: QueryTokens, takes_chains: bool
-) -> TreeBatch | None:
+) -> tuple[TreeBatch | None, torch.Tensor | None]:
     """Set the nodes' positions and return the trees that need tree attention, if any does.
 
     Args:
         trees: Of each request of the batch, empty ones included.
         tokens: The batch; positions are changed, and token ids where they are placeholders.
         takes_chains: Whether chains belong to tree attention too; vLLM's kernel gets them if not.
+
+    Returns:
+        The trees, and their nodes' places for :func:`follow_depths`.
     """
     for index, tree in enumerate(trees):
         if tree.num_nodes and tree.token_list[-1] < 0:
@@ -71,7 +74,7 @@ def place_trees(
         if tree.num_nodes and (takes_chains or not tree.is_chain)
     ]
     if not placed:
-        return None
+        return None, None
     rows = np.zeros((len(placed), len(TreeRow._fields)), dtype=np.int64)
     rows[:, 0] = placed
     rows[:, 1] = tokens.starts[placed]
@@ -79,9 +82,20 @@ def place_trees(
     rows[:, 3] = [trees[index].num_nodes for index in placed]
     rows[:, 4] = tokens.num_computed[placed] + rows[:, 2]
     places, words = place([trees[index] for index in placed], rows)
-    tokens_of, positions = to_device(places, tokens.positions.device)
-    tokens.positions[tokens_of] = positions
-    return TreeBatch(rows, words, rows[:, 2].sum() == tokens.starts[-1])
+    on_device = to_device(places, tokens.positions.device)
+    follow_depths(tokens.positions, on_device)
+    return TreeBatch(rows, words, rows[:, 2].sum() == tokens.starts[-1]), on_device
+
+
+def follow_depths(positions: torch.Tensor, places: torch.Tensor) -> None:
+    """Let the positions of nodes, which are those of their slots, follow their depths.
+
+    Args:
+        positions: int64 [..., num_tokens or more], changed; text advances in all rows (M-RoPE).
+        places: int64 [2, nodes], see :func:`vllm_trie.tree.place`.
+    """
+    nodes, shifts = places
+    positions.index_add_(-1, nodes, shifts.expand(*positions.shape[:-1], -1))
 
 
 def logits_tokens(num_nodes: np.ndarray, ends: np.ndarray) -> np.ndarray:

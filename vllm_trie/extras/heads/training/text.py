@@ -119,8 +119,8 @@ class TokenRows:
         """Return which rows of the text these are, int64 [count]."""
         chosen = []
         for number in range(first, first + count):
-            epoch, position = divmod(number, self.num_rows)
-            chosen.append(self._order(epoch)[position])
+            epoch, place = divmod(number, self.num_rows)
+            chosen.append(self._order(epoch)[place])
         return np.array(chosen, dtype=np.int64)
 
     def _order(self, epoch: int) -> np.ndarray:
