@@ -40,7 +40,7 @@ from triton.runtime.jit import JITFunction
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language
 vllm.triton_utils.tldevice = triton.language.extra.libdevice
 
-from vllm_trie.attention import gpu_launch, triton_kernel
+from vllm_trie.attention import FULL_ATTENTION, AttentionKind, gpu_launch, triton_kernel
 from vllm_trie.drafts.engine.verification import tree_walk
 
 SHARED_MEMORY_KIB = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228)}
@@ -68,14 +68,17 @@ class Case(NamedTuple):
     group: int = 4
     """Query heads of a KV head."""
     block_size: int = 16
+    kind: AttentionKind = FULL_ATTENTION
 
 
+ALL_OF_A_KIND = AttentionKind(window=128, soft_cap=30.0, sinks=torch.empty(1, dtype=torch.float32))
 CASES = (
     Case(80, torch.float32, 128, 32),
     Case(90, torch.bfloat16, 128, 64),
     Case(90, torch.bfloat16, 128, 128, torch.float8_e4m3fn),
     Case(100, torch.bfloat16, 256, 32),
     Case(90, torch.bfloat16, 80, 64, group=7, block_size=128),
+    Case(90, torch.bfloat16, 128, 128, kind=ALL_OF_A_KIND),
 )
 
 
@@ -109,6 +112,9 @@ def all_cases() -> Iterator[Case]:
             yield Case(capability, torch.bfloat16, 128, 128, group=group)
         for block_size in (32, 64, 128):
             yield Case(capability, torch.bfloat16, 128, 128, block_size=block_size)
+        for size in (64, 128, 256):
+            for launch in gpu_launch.launches(size, torch.bfloat16):
+                yield Case(capability, torch.bfloat16, size, launch.rows, kind=ALL_OF_A_KIND)
     for capability in (90, 100):
         yield Case(capability, torch.bfloat16, 128, 64, torch.float8_e4m3fn)
         yield Case(capability, torch.bfloat16, 128, 64, torch.float8_e5m2)
@@ -183,19 +189,22 @@ def compile_case(case: Case) -> tuple[gpu_launch.Launch, Used, Used]:
     types = dict.fromkeys(("block_table_ptr", "starts_ptr", "seq_lens_ptr"), "*i32")
     types |= {"query_ptr": element, "output_ptr": element, "cache_ptr": cache}
     types |= dict.fromkeys(("partial_ptr", "state_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32")
-    types |= {"trees_ptr": "*i64", "scale": "fp32"}
+    types |= {"sinks_ptr": "*fp32", "trees_ptr": "*i64", "scale": "fp32"}
     launch = next(
         one for one in gpu_launch.launches(case.head_size, case.dtype) if one.rows == case.rows
     )
     padded = gpu_launch.padded_group(case.group, 1)
     constants = triton_kernel.constants_of(
-        launch, case.group, padded, case.head_size, max_requests=1024
+        launch, case.group, padded, case.head_size, max_requests=1024, kind=case.kind
     )
     constants |= {
         "BLOCK_SIZE": case.block_size,
         "PRECISION": "tf32x3" if case.capability >= 80 else "ieee",
         "WIDEN": False,
+        "SOFT_CAP": case.kind.soft_cap,
     }
+    if case.kind.sinks is None:
+        constants["sinks_ptr"] = None
     if not case.cache_dtype:
         constants |= {"k_scale_ptr": None, "v_scale_ptr": None}
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}

@@ -32,7 +32,7 @@ def broken_parts(patch: pytest.MonkeyPatch) -> Iterator[str]:
 
     def all_seen(self: Any, trees: Any) -> None:
         stock_write(self, trees)
-        self.trees[len(self._header) * 2 :] = -1
+        self.trees[self._header.size :] = -1
 
     def all_in_kernel(*arguments: Any) -> None:
         stock_kernel(*arguments[:9], triton_kernel.EVERY_LENGTH, *arguments[10:])

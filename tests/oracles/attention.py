@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, split_cache
+from vllm_trie.attention import (
+    FULL_ATTENTION,
+    AttentionKind,
+    TreeBatch,
+    TreeRow,
+    build_tree_batch,
+    split_cache,
+)
 
 
 def tree_attention_in_torch(
@@ -18,11 +24,11 @@ def tree_attention_in_torch(
     trees: TreeBatch,
     scale: float,
     output: torch.Tensor,
-    alibi_slopes: torch.Tensor | None = None,
+    kind: AttentionKind = FULL_ATTENTION,
 ) -> None:
     """Compute `vllm_trie.attention.tree_attention` for any head and block size.
 
-    Gathers each request's blocks and runs torch's scaled dot-product attention with a mask.
+    Gathers each request's blocks and multiplies all of it, in the precision of the arguments.
     """
     block_size = kv_cache.shape[2]
     keys, values = split_cache(kv_cache)
@@ -35,22 +41,29 @@ def tree_attention_in_torch(
         key = keys[blocks].permute(1, 0, 3, 2).reshape(num_kv_heads, -1, head_size)
         value = values[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_size)
         rows = slice(row.query_start, row.query_start + row.num_queries)
-        queries = query[rows]
-        if alibi_slopes is not None:
-            # In 16 bits the bias of a far token would be rounded to the next one's.
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            queries, key, value = queries.to(dtype), key.to(dtype), value.to(dtype)
-            positions = torch.from_numpy(_key_positions(trees, index)).to(dtype)
-            mask = torch.where(mask, alibi_slopes.to(dtype)[:, None, None] * positions, -torch.inf)
-        attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            key[None, :, : row.seq_len],
-            value[None, :, : row.seq_len],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != num_kv_heads,
+        group = query.shape[1] // num_kv_heads
+        key, value = (
+            part[:, : row.seq_len].repeat_interleave(group, dim=0) for part in (key, value)
         )
-        output[rows] = attended[0].transpose(0, 1)
+        scores = query[rows].transpose(0, 1) @ key.transpose(1, 2) * scale
+        if kind.soft_cap:
+            scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+        positions = torch.from_numpy(_key_positions(trees, index))
+        own = positions[row.seq_len - row.num_queries :, None]
+        if kind.alibi_slopes is not None:
+            scores += kind.alibi_slopes.to(scores)[:, None, None] * (positions - own)
+        if kind.window:
+            mask = mask & (positions > own - kind.window)
+        if kind.chunk:
+            mask = mask & (positions // kind.chunk == own // kind.chunk)
+        scores.masked_fill_(~mask, -torch.inf)
+        if kind.sinks is not None:
+            sinks = kind.sinks.to(scores)[:, None, None].expand(-1, row.num_queries, 1)
+            scores = torch.cat([scores, sinks], dim=2)
+        weights = scores.softmax(-1)[..., : row.seq_len]
+        # Nothing that lies in slots which a row does not see may reach it.
+        value = value.nan_to_num(0.0) if kind.is_partial else value
+        output[rows] = (weights @ value).transpose(0, 1)
 
 
 def _each_alone(trees: TreeBatch) -> TreeBatch:
@@ -67,13 +80,12 @@ def _each_alone(trees: TreeBatch) -> TreeBatch:
 
 
 def _key_positions(trees: TreeBatch, index: int) -> np.ndarray:
-    """Return int64 [seq_len], the place in its text of each token that `rows[index]` may see.
-
-    The first level of the tree is at 0, committed tokens are before it.
-    """
+    """Return int64 [seq_len], the place in its text of each token that `rows[index]` may see."""
     row, words = trees.rows[index], trees.ancestor_words[index]
-    positions = np.arange(row.seq_len, dtype=np.int64) - (row.seq_len - row.num_nodes)
+    positions = np.arange(row.seq_len, dtype=np.int64)
     if row.num_nodes:
         bits = np.unpackbits(words.view(np.uint8).reshape(row.num_nodes, -1), axis=1)
-        positions[-row.num_nodes :] = bits.sum(axis=1, dtype=np.int64) - 1
+        positions[-row.num_nodes :] = (
+            row.seq_len - row.num_nodes - 1 + bits.sum(axis=1, dtype=np.int64)
+        )
     return positions

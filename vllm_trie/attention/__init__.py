@@ -9,9 +9,12 @@ from vllm_trie.attention.kernels import (
     prefers_chains,
     tree_attention,
 )
+from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch
 
 __all__ = [
+    "FULL_ATTENTION",
+    "AttentionKind",
     "TreeBatch",
     "TreeRow",
     "build_tree_batch",

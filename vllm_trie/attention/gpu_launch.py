@@ -122,10 +122,11 @@ class TreeBuffers:
         head_size: Of the layers.
         num_processors: Multiprocessors of the device.
         device: Of the cache.
+        with_depths: Whether any layer has a window or chunks, which need the nodes' depths.
 
     Attributes:
-        trees: int64 [2 * max_requests + max_words], for each request its number of nodes and the
-            index of its first word in this tensor; then the words.
+        trees: int64, for each request its number of nodes and the indices of its first word and
+            its first depth in this tensor; then the words and the depths.
         partial: float32 [rows, padded head_size], weighted values of programs that share slots.
         state: float32 [rows, 2], their maxima and sums.
         max_requests, num_processors: As given.
@@ -138,16 +139,19 @@ class TreeBuffers:
         head_size: int,
         num_processors: int,
         device: torch.device,
+        with_depths: bool = False,
     ) -> None:
         num_rows = num_processors * _MAX_ROWS  # of all programs that run at once
-        self.trees = torch.zeros(2 * max_requests + max_words, dtype=torch.int64, device=device)
+        size = 3 * max_requests + max_words * (1 + with_depths)  # a node has a word or more
+        self.trees = torch.zeros(size, dtype=torch.int64, device=device)
         self.partial = torch.empty(
             num_rows, padded_head(head_size), dtype=torch.float32, device=device
         )
         self.state = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
         self.max_requests = max_requests
         self.num_processors = num_processors
-        self._header = np.zeros((max_requests, 2), dtype=np.int64)
+        self._header = np.zeros((max_requests, 3), dtype=np.int64)
+        self._with_depths = with_depths
         self._has_trees = False
 
     def write(self, trees: TreeBatch | None) -> None:
@@ -162,16 +166,19 @@ class TreeBuffers:
             self._has_trees = False
             return
         rows, words = trees.row_array, trees.word_array.view(np.int64)
-        size = self._header.size + len(words)
+        depths = trees.depths if self._with_depths else words[:0]
+        size = self._header.size + len(words) + len(depths)
         if size > len(self.trees):
             raise ValueError(
                 f"the step's trees have {len(words)} ancestor words; there is memory for "
-                f"{len(self.trees) - self._header.size}"
+                f"{(len(self.trees) - self._header.size) // (1 + self._with_depths)}"
             )
-        counts = trees.num_words
+        counts, num_nodes = trees.num_words, rows[:, 3]
         self._header.fill(0)
-        self._header[rows[:, 0], 0] = rows[:, 3]
+        self._header[rows[:, 0], 0] = num_nodes
         self._header[rows[:, 0], 1] = self._header.size + np.cumsum(counts) - counts
-        packed = np.concatenate([self._header.reshape(-1), words])
+        first_depth = self._header.size + len(words)
+        self._header[rows[:, 0], 2] = first_depth + np.cumsum(num_nodes) - num_nodes
+        packed = np.concatenate([self._header.reshape(-1), words, depths])
         self.trees[:size].copy_(to_device(packed, self.trees.device), non_blocking=True)
         self._has_trees = True

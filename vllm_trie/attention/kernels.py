@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_trie.attention.cache_layout import move_slots
+from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.attention.native import NativeKernels
 from vllm_trie.attention.tree_batch import TreeBatch
 
@@ -41,7 +42,7 @@ def tree_attention(
     trees: TreeBatch,
     scale: float,
     output: torch.Tensor,
-    alibi_slopes: torch.Tensor | None = None,
+    kind: AttentionKind = FULL_ATTENTION,
 ) -> None:
     """Compute the attention of query rows that belong to trees; other rows of ``output`` stay.
 
@@ -50,18 +51,17 @@ def tree_attention(
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size] of the same dtype, see
             :mod:`vllm_trie.attention.cache_layout`; holds this step's keys and values. Slots that
             no row sees may hold anything, NaN included.
-        block_table: int32 [num_requests, max_blocks].
+        block_table: int32 [num_requests, max_blocks]. Blocks that no row of a request sees are not
+            read.
         trees: The slots that each row sees.
         scale: Positive factor on the scores.
         output: [num_tokens, num_heads, head_size], written.
-        alibi_slopes: float32 [num_heads] of a model with linear biases (Press et al., "Train Short,
-            Test Long", 2022): the slope times the key's position in the text is added to the scaled
-            score. A node's position follows its depth, not its slot.
+        kind: Of the layer.
 
     Raises:
         ValueError: The shapes, strides or dtypes are none of vLLM's CPU backend.
     """
-    arguments = (query, kv_cache, block_table, trees, scale, output, alibi_slopes)
+    arguments = (query, kv_cache, block_table, trees, scale, output, kind)
     if not choose_kernels().tree_attention(*arguments):
         raise ValueError(
             f"tree attention got a query of {query.dtype} {list(query.shape)} and a cache of "

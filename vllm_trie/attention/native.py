@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.attention.tree_batch import TreeBatch
 from vllm_trie.native import SHARED_HEADERS, NativeLibrary
 
@@ -56,7 +57,7 @@ class NativeKernels:
         trees: TreeBatch,
         scale: float,
         output: torch.Tensor,
-        alibi_slopes: torch.Tensor | None = None,
+        kind: AttentionKind = FULL_ATTENTION,
     ) -> bool:
         """Do what :func:`vllm_trie.attention.tree_attention` does, with the same arguments.
 
@@ -66,11 +67,12 @@ class NativeKernels:
 
         Returns:
             False, with nothing done, if the shapes, strides or dtypes are none of vLLM's, or for
-            linear biases of requests that share slots.
+            windows, chunks and linear biases of requests that share slots.
         """
         _, num_kv_heads, block_size, double_head_size = kv_cache.shape
         num_heads, head_size = query.shape[1], query.shape[2]
         dtype = _DTYPES.get(query.dtype)
+        needs_positions = kind.is_partial or kind.alibi_slopes is not None
         if (
             dtype is None
             or kv_cache.dtype != query.dtype
@@ -84,20 +86,24 @@ class NativeKernels:
             or output.stride()[1:] != (head_size, 1)
             or kv_cache.stride()[2:] != (double_head_size, 1)
             or block_table.stride(1) != 1
-            or not _is_plain(alibi_slopes, num_heads)
-            or (alibi_slopes is not None and any(row.num_shared for row in trees.rows))
+            or not _is_plain(kind.alibi_slopes, num_heads)
+            or not _is_plain(kind.sinks, num_heads)
+            or (needs_positions and trees.row_array[:, 5].any())
         ):
             return False
         rows, words = trees.row_array, trees.word_array
+        depths = trees.depths if needs_positions else None
         packed = self._pack_attention(
             dtype,
             *(query.data_ptr(), query.stride(0)),
             *(kv_cache.data_ptr(), *kv_cache.stride()[:2]),
             *(block_table.data_ptr(), block_table.stride(0)),
-            *(rows.ctypes.data, words.ctypes.data, len(rows)),
+            *(rows.ctypes.data, words.ctypes.data),
+            *(0 if depths is None else depths.ctypes.data, len(rows)),
             *(output.data_ptr(), output.stride(0)),
             *(num_heads, num_kv_heads, head_size, block_size, scale),
-            0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+            *(kind.window, kind.chunk, kind.soft_cap),
+            *(0 if of is None else of.data_ptr() for of in (kind.sinks, kind.alibi_slopes)),
             torch.get_num_threads(),
         )
         return bool(self._tree_attention(packed) == 0)
@@ -181,9 +187,9 @@ def _described(caches: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     )
 
 
-def _is_plain(alibi_slopes: torch.Tensor | None, num_heads: int) -> bool:
-    return alibi_slopes is None or (
-        alibi_slopes.dtype == torch.float32
-        and alibi_slopes.shape == (num_heads,)
-        and alibi_slopes.is_contiguous()
+def _is_plain(of_heads: torch.Tensor | None, num_heads: int) -> bool:
+    return of_heads is None or (
+        of_heads.dtype == torch.float32
+        and of_heads.shape == (num_heads,)
+        and of_heads.is_contiguous()
     )

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.tree import words_per_node
 
 NO_NODES = np.empty((0, 0), dtype=np.uint64)
@@ -78,6 +79,14 @@ class TreeBatch:
             for (start, end), size in zip(pairwise(ends), sizes, strict=True)
         ]
 
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64, how deep each node of all requests is; the first level of a tree is at 0."""
+        counts = words_per_node(np.repeat(self.row_array[:, 3], self.row_array[:, 3]))
+        bits = np.unpackbits(self.word_array.view(np.uint8)).reshape(-1, 64)
+        ends = np.cumsum(bits.sum(axis=1, dtype=np.int64))[np.cumsum(counts) - 1]
+        return np.diff(ends, prepend=0) - 1
+
     @property
     def num_words(self) -> np.ndarray:
         """int64 [num_rows], the ancestor words of each request."""
@@ -94,10 +103,24 @@ class TreeBatch:
         ]
 
 
-def slot_mask(ancestor_words: np.ndarray, num_queries: int, seq_len: int) -> np.ndarray:
+def slot_mask(
+    ancestor_words: np.ndarray,
+    num_queries: int,
+    seq_len: int,
+    kind: AttentionKind = FULL_ATTENTION,
+) -> np.ndarray:
     """Return bool [num_queries, seq_len]: the KV slots of a request that each query token sees."""
     mask = np.ones((num_queries, seq_len), dtype=bool)
     mask[:, seq_len - num_queries :] = query_mask(ancestor_words, num_queries)
+    if kind.is_partial:
+        committed = seq_len - len(ancestor_words)
+        positions = np.arange(seq_len)
+        positions[committed:] = mask[num_queries - len(ancestor_words) :].sum(axis=1) - 1
+        own = positions[seq_len - num_queries :, None]
+        if kind.window:
+            mask &= positions > own - kind.window
+        if kind.chunk:
+            mask &= positions // kind.chunk == own // kind.chunk
     return mask
 
 

@@ -29,12 +29,14 @@ from vllm_trie.attention.gpu_launch import (
     padded_head,
     programs_at_once,
 )
+from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 
 NUM_SPLITS = (1, 8)
 """Numbers of programs that share a request's slots, as checks try them; any number runs."""
 EVERY_LENGTH = 2**31 - 1
 """The value of `longest` that leaves out no request."""
 _MIN_SLOTS_PER_SPLIT = 256
+_UNLIMITED = 2**30
 _LOG2_E = 1.4426950408889634
 
 
@@ -50,6 +52,7 @@ def tree_attention_triton(
     max_queries: int,
     longest: int = EVERY_LENGTH,
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kind: AttentionKind = FULL_ATTENTION,
     num_splits: int = 0,
 ) -> None:
     """Compute the attention of a step's query tokens.
@@ -59,7 +62,8 @@ def tree_attention_triton(
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], laid out as
             :mod:`vllm_trie.attention.cache_layout` says for GPUs, of the queries' dtype or
             float8; holds this step's keys and values. Slots that no row sees may hold anything.
-        block_table: int32 [num_requests, max_blocks].
+        block_table: int32 [num_requests, max_blocks]. Blocks that no row of a request sees are not
+            read.
         query_starts: int32 [num_requests + 1], the first query token of each request, and the end.
         seq_lens: int32 [num_requests], KV slots in use, this step's included.
         buffers: Holds the trees and is written to.
@@ -68,6 +72,7 @@ def tree_attention_triton(
         max_queries: Query tokens of the longest request that is served, or more.
         longest: Requests without a tree and with more query tokens than this are left out.
         kv_scales: float32 [1] each, the factors on float8 keys and values.
+        kind: Of the layer, without ALiBi slopes; the sinks may be of any dtype.
         num_splits: Programs that share a request's slots; 0 fills the device.
 
     Raises:
@@ -94,15 +99,17 @@ def tree_attention_triton(
     k_scale, v_scale = kv_scales or (None, None)
     requests = (query_starts, seq_lens, buffers.trees)
     results = (output, buffers.partial, buffers.state)
-    counts = (num_requests, grid.at_once, grid.most_splits, longest)
+    reach = (kind.window or _UNLIMITED, kind.chunk or _UNLIMITED)
+    counts = (num_requests, grid.at_once, grid.most_splits, longest, *reach)
     group = num_heads // num_kv_heads
-    sizes = constants_of(launch, group, heads_padded, head_size, buffers.max_requests)
+    sizes = constants_of(launch, group, heads_padded, head_size, buffers.max_requests, kind)
     _attend[(grid.num_programs, num_kv_heads)](
-        *(query, kv_cache, k_scale, v_scale, block_table, *requests, *results),
+        *(query, kv_cache, k_scale, v_scale, kind.sinks, block_table, *requests, *results),
         *(scale * _LOG2_E, *counts, *query.stride()[:2], *output.stride()[:2]),
         *(*kv_cache.stride()[:3], block_table.stride(0)),
         BLOCK_SIZE=block_size,
         PRECISION=_precision(query),
+        SOFT_CAP=kind.soft_cap * _LOG2_E,
         # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
         WIDEN=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
         **sizes,
@@ -116,7 +123,12 @@ def tree_attention_triton(
 
 
 def constants_of(
-    launch: Launch, group: int, padded: int, head_size: int, max_requests: int
+    launch: Launch,
+    group: int,
+    padded: int,
+    head_size: int,
+    max_requests: int,
+    kind: AttentionKind = FULL_ATTENTION,
 ) -> dict[str, int]:
     """Return what both kernels are compiled for; `padded` is the :func:`padded_group`."""
     return {
@@ -128,6 +140,7 @@ def constants_of(
         "TILE": launch.tile,
         "MIN_TILES": _MIN_SLOTS_PER_SPLIT // launch.tile,
         "REQUESTS": max(16, triton.next_power_of_2(max_requests)),
+        "IS_PARTIAL": kind.is_partial,
     }
 
 
@@ -171,7 +184,7 @@ def _block_ends(  # type: ignore[no-untyped-def]
     exists = request < num_requests
     start = tl.load(starts_ptr + request, mask=exists, other=0)
     num_queries = tl.load(starts_ptr + request + 1, mask=exists, other=0) - start
-    num_nodes = tl.load(trees_ptr + 2 * request, mask=exists, other=0)
+    num_nodes = tl.load(trees_ptr + 3 * request, mask=exists, other=0)
     is_left_out = (num_nodes == 0) & (num_queries > longest)
     return tl.cumsum(tl.where(is_left_out, 0, (num_queries + QUERIES - 1) // QUERIES), 0)
 
@@ -185,6 +198,23 @@ def _splits_of(block_ends, at_once, most_splits):  # type: ignore[no-untyped-def
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _first_seen(position, window, chunk, IS_PARTIAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first position that queries at some positions see."""
+    first = 0 * position
+    if IS_PARTIAL:
+        first = tl.maximum(tl.maximum(position - window + 1, 0), position - position % chunk)
+    return first
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _capped(scores, SOFT_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return ``SOFT_CAP * tanh(scores / SOFT_CAP)``."""
+    power = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / SOFT_CAP))  # e^(-2 |x|)
+    size = SOFT_CAP * (1.0 - power) / (1.0 + power)
+    return tl.where(scores < 0.0, -size, size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _share_of(  # type: ignore[no-untyped-def]
     block,
     block_ends,
@@ -195,32 +225,42 @@ def _share_of(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    window,
+    chunk,
+    IS_PARTIAL: tl.constexpr,
 ):
-    """Return the request of a block and its first query there, the request's numbers, and the
-    programs that share its slots."""
+    """Return the request of a block and its first query there, the request's numbers, the first
+    slot that any of the block's queries sees, and the programs that share the slots."""
     is_before = block_ends <= block
     request = tl.sum(is_before.to(tl.int32))
     first_query = (block - tl.max(tl.where(is_before, block_ends, 0))) * QUERIES
     start = tl.load(starts_ptr + request)
     num_queries = tl.load(starts_ptr + request + 1) - start
-    num_nodes = tl.load(trees_ptr + 2 * request).to(tl.int32)
+    num_nodes = tl.load(trees_ptr + 3 * request).to(tl.int32)
     seq_len = tl.load(seq_lens_ptr + request)
+    # No query's position is lower than that of the first one, or of the first node.
+    lowest = seq_len - tl.maximum(num_queries - first_query, num_nodes)
+    first_slot = _first_seen(lowest, window, chunk, IS_PARTIAL)
     # The last slot that a query of this program sees.
     end = seq_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
-    num_tiles = (tl.where(num_nodes > 0, seq_len, end) + TILE - 1) // TILE
+    num_tiles = (tl.where(num_nodes > 0, seq_len, end) + TILE - 1) // TILE - first_slot // TILE
     parts = tl.minimum((num_tiles + MIN_TILES - 1) // MIN_TILES, num_splits)
-    return request, first_query, start, num_queries, num_nodes, seq_len, num_tiles, parts
+    numbers = (start, num_queries, num_nodes, seq_len)
+    return request, first_query, numbers, first_slot, num_tiles, parts
 
 
 # Specializing sizes that change from step to step would compile kernels while the engine serves.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_requests", "at_once", "most_splits", "longest", "table_stride"]
+    do_not_specialize=[
+        *("num_requests", "at_once", "most_splits", "longest", "window", "chunk", "table_stride")
+    ]
 )
 def _attend(  # type: ignore[no-untyped-def]
     query_ptr,
     cache_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     block_table_ptr,
     starts_ptr,
     seq_lens_ptr,
@@ -233,6 +273,8 @@ def _attend(  # type: ignore[no-untyped-def]
     at_once,
     most_splits,
     longest,
+    window,
+    chunk,
     query_stride,
     query_head_stride,
     output_stride,
@@ -250,6 +292,8 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     REQUESTS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -260,7 +304,7 @@ def _attend(  # type: ignore[no-untyped-def]
     split = tl.program_id(0) % num_splits
     if block >= num_blocks:
         return
-    request, first_query, start, num_queries, num_nodes, seq_len, num_tiles, parts = _share_of(
+    request, first_query, numbers, first_slot, num_tiles, parts = _share_of(
         block,
         ends,
         num_splits,
@@ -270,7 +314,11 @@ def _attend(  # type: ignore[no-untyped-def]
         QUERIES,
         TILE,
         MIN_TILES,
+        window,
+        chunk,
+        IS_PARTIAL,
     )
+    start, num_queries, num_nodes, seq_len = numbers
     kv_head = tl.program_id(1)
     if split >= parts:
         return
@@ -283,14 +331,20 @@ def _attend(  # type: ignore[no-untyped-def]
     token = (start + query).to(tl.int64)
     node = query - (num_queries - num_nodes)
     # Committed tokens are causal; nodes see all committed tokens, and others by their words.
-    dense = tl.where(node < 0, seq_len - num_nodes + node + 1, seq_len - num_nodes)
+    committed = seq_len - num_nodes
+    dense = tl.where(node < 0, committed + node + 1, committed)
     words_per_node = (num_nodes + 63) // 64
     node_words = (
         trees_ptr
-        + tl.load(trees_ptr + 2 * request + 1)
+        + tl.load(trees_ptr + 3 * request + 1)
         + tl.where(used, tl.maximum(node, 0), 0) * words_per_node
     )
     has_words = used & (node >= 0)
+    if IS_PARTIAL:
+        depths_ptr = trees_ptr + tl.load(trees_ptr + 3 * request + 2)
+        depth = tl.load(depths_ptr + node, mask=has_words, other=0).to(tl.int32)
+        position = tl.where(node < 0, dense - 1, committed + depth)
+        nearest = _first_seen(position, window, chunk, IS_PARTIAL)
 
     d = tl.arange(0, PADDED_HEAD)
     in_head = d < HEAD_SIZE
@@ -305,14 +359,23 @@ def _attend(  # type: ignore[no-untyped-def]
         scale *= tl.load(k_scale_ptr)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head, mask=used, other=0.0).to(tl.float32)
+        maximum = tl.where(split == 0, sinks * 1.4426950408889634, maximum)
+        total = tl.where(split == 0, 1.0, total)
     weighted = tl.zeros([ROWS, PADDED_HEAD], tl.float32)
 
     table_ptr = block_table_ptr + request.to(tl.int64) * table_stride
     head_ptr = cache_ptr + kv_head.to(tl.int64) * cache_head_stride
     place = tl.arange(0, TILE)
-    for tile in range(num_tiles * split // parts, num_tiles * (split + 1) // parts):
+    first_tile = first_slot // TILE
+    for tile in range(
+        first_tile + num_tiles * split // parts, first_tile + num_tiles * (split + 1) // parts
+    ):
         slot = tile * TILE + place
         in_use = slot < seq_len
+        if IS_PARTIAL:
+            in_use = in_use & (slot >= first_slot)  # blocks before it may be gone
         physical = tl.load(table_ptr + slot // BLOCK_SIZE, mask=in_use, other=0).to(tl.int64)
         base = physical * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
         address = head_ptr + base[:, None] + d[None, :]
@@ -320,12 +383,14 @@ def _attend(  # type: ignore[no-untyped-def]
         k = tl.load(address, mask=present, other=0.0).to(q.dtype)
         v = tl.load(address + HEAD_SIZE, mask=present, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFT_CAP > 0.0:
+            scores = _capped(scores, SOFT_CAP)
         # Scores, not a mask, leave the branch: Triton's compiler fails on tensors of booleans that
         # change their layout for devices before Ampere.
         masked = tl.where(slot[None, :] < dense[:, None], scores, float("-inf"))
-        if (tile + 1) * TILE > seq_len - num_nodes:
+        if (tile + 1) * TILE > committed:
             # Bits of the nodes in this tile's slots: from two neighbouring words of each node.
-            bit = tile * TILE - (seq_len - num_nodes) + 64
+            bit = tile * TILE - committed + 64
             word = bit // 64 - 1 + 0 * row  # the interpreter's masks take no scalar
             low = tl.load(node_words + word, mask=has_words & (word >= 0), other=0).to(tl.uint64)
             high = tl.load(
@@ -335,6 +400,11 @@ def _attend(  # type: ignore[no-untyped-def]
             bits = (low >> shift) | ((high << 1) << (63 - shift))
             seen = ((bits[:, None] >> place[None, :].to(tl.uint64)) & 1) != 0
             masked = tl.where(seen, scores, masked)
+        if IS_PARTIAL:
+            of_node = slot >= committed
+            depths = tl.load(depths_ptr + slot - committed, mask=of_node & in_use, other=0)
+            places = tl.where(of_node, committed + depths.to(tl.int32), slot)
+            masked = tl.where(places[None, :] >= nearest[:, None], masked, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(masked, axis=1))
         # A row may see nothing of a tile: its maximum must not be subtracted from itself then.
         origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -363,7 +433,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_requests", "at_once", "most_splits", "longest"]
+    do_not_specialize=["num_requests", "at_once", "most_splits", "longest", "window", "chunk"]
 )
 def _join(  # type: ignore[no-untyped-def]
     starts_ptr,
@@ -376,6 +446,8 @@ def _join(  # type: ignore[no-untyped-def]
     at_once,
     most_splits,
     longest,
+    window,
+    chunk,
     output_stride,
     output_head_stride,
     GROUP: tl.constexpr,
@@ -386,6 +458,7 @@ def _join(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     REQUESTS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
 ):
     QUERIES: tl.constexpr = ROWS // PADDED_GROUP
     ends = _block_ends(starts_ptr, trees_ptr, num_requests, longest, QUERIES, REQUESTS)
@@ -393,7 +466,7 @@ def _join(  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     if block >= num_blocks:
         return
-    _, first_query, start, num_queries, _, _, _, parts = _share_of(
+    _, first_query, numbers, _, _, parts = _share_of(
         block,
         ends,
         num_splits,
@@ -403,7 +476,11 @@ def _join(  # type: ignore[no-untyped-def]
         QUERIES,
         TILE,
         MIN_TILES,
+        window,
+        chunk,
+        IS_PARTIAL,
     )
+    start, num_queries, _, _ = numbers
     JOINED: tl.constexpr = 16
     kv_head = tl.program_id(1)
     row = tl.program_id(2) * JOINED + tl.arange(0, JOINED)

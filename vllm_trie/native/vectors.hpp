@@ -71,6 +71,20 @@ inline Floats exp2_nonpositive(Floats x) {
   return x < -126.0f ? Floats{} : result;
 }
 
+// The hyperbolic tangent with a relative error of some of a float's last bits.
+inline Floats tanh_of(Floats x) {
+  const Floats size = x < 0.0f ? -x : x;
+  const Floats square = x * x;
+  Floats p = broadcast(-5.70498872745e-3f);  // Cephes' tanhf, for small arguments
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const Floats power = exp2_nonpositive(size * (-2.0f * 1.44269504f));  // e^(-2 |x|)
+  const Floats large = 1.0f - 2.0f * power / (1.0f + power);
+  return size < 0.625f ? p * square * x + x : x < 0.0f ? -large : large;
+}
+
 // The values where the lane's bit is set, minus infinity elsewhere.
 inline Floats keep_visible(Floats values, uint32_t bits) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)

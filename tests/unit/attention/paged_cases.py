@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from tests.oracles.attention import tree_attention_in_torch
-from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, split_cache
+from vllm_trie.attention import (
+    FULL_ATTENTION,
+    AttentionKind,
+    TreeBatch,
+    TreeRow,
+    build_tree_batch,
+    split_cache,
+)
 from vllm_trie.tree import TokenTree
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -33,7 +40,7 @@ class PagedCase:
     trees: TreeBatch
     scale: float
     largest_value: float
-    alibi_slopes: torch.Tensor | None = None
+    kind: AttentionKind = FULL_ATTENTION
 
     def expected(self) -> np.ndarray:
         """float64 [num_tokens, num_heads, head_size]."""
@@ -45,9 +52,27 @@ class PagedCase:
             self.trees,
             self.scale,
             output,
-            self.alibi_slopes,
+            self.kind,
         )
         return output.numpy()
+
+
+def attention_kind(
+    num_heads: int,
+    window: int = 0,
+    chunk: int = 0,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+    alibi: bool = False,
+) -> AttentionKind:
+    """A kind of attention with sinks and slopes that matter."""
+    return AttentionKind(
+        window,
+        chunk,
+        soft_cap,
+        torch.linspace(-2.0, 6.0, num_heads) if sinks else None,
+        2.0 ** -torch.linspace(0.5, 8, num_heads) if alibi else None,
+    )
 
 
 def random_tree(generator: np.random.Generator, num_nodes: int, chain: bool = False) -> TokenTree:
@@ -69,9 +94,10 @@ def paged_case(
     block_size: int,
     seed: int,
     chains: bool = False,
-    alibi: bool = False,
+    kind: AttentionKind = FULL_ATTENTION,
 ) -> PagedCase:
-    """A batch with these shapes and standard normal values; slots not in use hold NaN.
+    """A batch with these shapes and standard normal values; slots not in use hold NaN, and blocks
+    that no query sees are gone.
 
     The query is a view of a wider tensor, as vLLM's is of the projected q, k and v.
     """
@@ -97,6 +123,10 @@ def paged_case(
         keys[block, :, :, offset] = normal(seq_len, num_kv_heads, head_size)
         values[block, :, offset] = value
         largest = max(largest, float(value.abs().max()))
+        first = max(0, request.computed - kind.window + 1) if kind.window else 0
+        if kind.chunk:
+            first = max(first, request.computed // kind.chunk * kind.chunk)
+        block_table[index, : first // block_size] = block_table[index, -1]
         num_queries = request.committed + request.num_nodes
         tree = random_tree(generator, request.num_nodes, chains)
         rows.append(TreeRow(index, start, num_queries, request.num_nodes, seq_len))
@@ -110,5 +140,5 @@ def paged_case(
         build_tree_batch(rows, words, start),
         head_size**-0.5,
         largest,
-        2.0 ** -torch.linspace(0.5, 8, num_heads) if alibi else None,
+        kind,
     )

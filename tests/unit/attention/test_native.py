@@ -12,7 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.attention.paged_cases import HEAD_SIZES, PagedCase, RequestShape, paged_case
+from tests.unit.attention.paged_cases import (
+    HEAD_SIZES,
+    PagedCase,
+    RequestShape,
+    attention_kind,
+    paged_case,
+)
 from vllm_trie.attention import TreeRow, build_tree_batch, move_slots, split_cache, tree_attention
 from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.native import NativeKernels
@@ -58,7 +64,7 @@ def run(native: NativeKernels, case: PagedCase) -> torch.Tensor:
         case.trees,
         case.scale,
         output,
-        case.alibi_slopes,
+        case.kind,
     )
     return output
 
@@ -91,16 +97,25 @@ def cases(draw: st.DrawFn) -> PagedCase:
         for _ in range(draw(st.integers(1, 3)))
     ]
     torch.set_num_threads(draw(st.integers(1, 3)))
+    num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 4, 7]))
+    kind = attention_kind(
+        num_heads,
+        window=draw(st.one_of(st.just(0), st.integers(1, 20), st.integers(1, 300))),
+        chunk=draw(st.sampled_from([0, 0, 1, 16, 40, 256])),
+        soft_cap=draw(st.sampled_from([0.0, 0.0, 0.5, 3.0, 50.0])),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+    )
     return paged_case(
         requests,
         draw(st.sampled_from(DTYPES)),
-        num_kv_heads * draw(st.sampled_from([1, 2, 4, 7])),
+        num_heads,
         num_kv_heads,
         head_size,
         block_size,
         draw(st.integers(0, 2**32)),
         chains=draw(st.booleans()),
-        alibi=draw(st.booleans()),
+        kind=kind,
     )
 
 
@@ -108,6 +123,44 @@ def cases(draw: st.DrawFn) -> PagedCase:
 @given(case=cases())
 def test_equals_float64(native, case):
     check(native, case)
+
+
+KINDS = [
+    {"window": 1},
+    {"window": 5},  # its edge is in the trees
+    {"window": 200},
+    {"window": 5000},
+    {"chunk": 16},
+    {"chunk": 128},
+    {"soft_cap": 2.0},
+    {"sinks": True},
+    {"window": 30, "chunk": 128, "soft_cap": 3.0, "sinks": True, "alibi": True},
+]
+
+
+def case_of(dtype: torch.dtype, options: dict, chains: bool = False) -> PagedCase:
+    requests = [RequestShape(500, 1, 70), RequestShape(59, 6, 20), RequestShape(0, 300, 3)]
+    kind = attention_kind(6, **options)
+    return paged_case(requests, dtype, 6, 2, 64, 32, seed=2, chains=chains, kind=kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_kinds_of_attention(native, options, dtype):
+    for chains, num_threads in ((False, 1), (True, 3)):
+        torch.set_num_threads(num_threads)
+        check(native, case_of(dtype, options, chains))
+
+
+@pytest.mark.parametrize("options", [kind for kind in KINDS if kind != {"window": 5000}], ids=str)
+def test_a_part_of_the_kind_left_out_shows(options):
+    native = NativeKernels()
+    case = case_of(torch.float32, options)
+    case = replace(case, kv_cache=case.kv_cache.nan_to_num())
+    for option in options:
+        kind = attention_kind(6, **{**options, option: 0})
+        wrong = run(native, replace(case, kind=kind)).double().numpy()
+        assert np.abs(wrong - case.expected()).max() > 0.05 * case.largest_value, option
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,6 +230,7 @@ def stock_attention(vllm_operations):
         isa = "vec" if head_size % 32 == 0 and block_size % 32 == 0 else "vec16"
         starts = torch.tensor([0, *np.cumsum([r.num_queries for r in rows])], dtype=torch.int32)
         seq_lens = torch.tensor([row.seq_len for row in rows], dtype=torch.int32)
+        # Without the window, as the plugin plans for rows without trees.
         plan = torch.ops._C.get_scheduler_metadata(
             *(len(rows), num_heads, num_kv_heads, head_size, seq_lens, case.query.dtype, starts),
             *(True, -1, isa, True, None, "auto"),
@@ -187,12 +241,20 @@ def stock_attention(vllm_operations):
         keys, values = halves.chunk(2, dim=2)
         output = torch.empty_like(case.query)
         torch.ops._C.cpu_attention_with_kv_cache(
-            *(case.query, keys, values, output, starts, seq_lens, case.scale, True, None, -1),
-            *(case.block_table, 0.0, plan, None, None, 1.0, 1.0, "auto"),
+            *(case.query, keys, values, output, starts, seq_lens, case.scale, True),
+            *(case.kind.alibi_slopes, case.kind.window or -1, case.block_table),
+            *(case.kind.soft_cap, plan, case.kind.sinks, None, 1.0, 1.0, "auto"),
         )
         return output
 
     return attend
+
+
+@pytest.mark.parametrize("options", [kind for kind in KINDS if "chunk" not in kind], ids=str)
+def test_kinds_equal_the_stock_kernel(native, stock_attention, options):
+    case = case_of(torch.float32, options, chains=True)
+    difference = (run(native, case) - stock_attention(case)).abs()
+    assert difference.max() <= 2e-6 * case.largest_value
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
-from vllm_trie.attention import TreeRow, build_tree_batch
+from tests.unit.attention.paged_cases import RequestShape, attention_kind, paged_case
+from vllm_trie.attention import TreeRow, build_tree_batch, tree_attention
 from vllm_trie.drafts.engine.attention.plain_requests import plain_requests
+from vllm_trie.drafts.engine.attention.tree_attention import in_chunks
 
 
 @dataclass
@@ -66,3 +71,42 @@ def test_every_row_is_in_one_part(requests):
     target += 1
     plain.put_back(target, written)
     assert np.flatnonzero(written.flatten()).tolist() == plain_tokens
+
+
+def test_trees_in_chunks():
+    """vLLM's metadata of layers that attend in chunks, with requests without trees between."""
+    requests = [RequestShape(70, 1, 40), RequestShape(31, 60, 0), RequestShape(62, 3, 90)]
+    kind = attention_kind(4, chunk=32)
+    case = paged_case(requests, torch.float32, 4, 2, 32, 16, seed=0, kind=kind)
+    rows = case.trees.rows
+    starts = torch.tensor([0, *accumulate(row.num_queries for row in rows)], dtype=torch.int32)
+    seq_lens = torch.tensor([row.seq_len for row in rows], dtype=torch.int32)
+    metadata, _ = make_local_attention_virtual_batches(
+        32,
+        CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens,
+            num_reqs=len(rows),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=max(row.num_queries for row in rows),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=case.block_table,
+            slot_mapping=torch.empty(0, dtype=torch.int64),
+        ),
+        block_size=16,
+    )
+    words = case.trees.ancestor_words
+    trees = build_tree_batch(rows[::2], words[::2], int(starts[-1]))
+    chunked = in_chunks(trees, metadata)
+    output = torch.zeros(case.query.shape)
+    arguments = (case.query, case.kv_cache, metadata.block_table_tensor, chunked, case.scale)
+    tree_attention(*arguments, output, kind)
+    of_trees = np.r_[: int(starts[1]), int(starts[2]) : int(starts[3])]
+    assert np.abs(output.numpy() - case.expected())[of_trees].max() < 1e-5
+
+    described = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor)
+    plain = plain_requests(Metadata(int(starts[-1]), 32, *described), chunked)
+    assert plain.tokens == slice(int(starts[1]), int(starts[2]))
+    assert plain.metadata.query_start_loc.tolist() == [0, 1, 33, 60]
+    assert plain.metadata.seq_lens.tolist() == [32, 32, 27]

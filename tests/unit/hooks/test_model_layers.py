@@ -10,9 +10,11 @@ import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
+from vllm_trie.drafts.engine.start import draft_support
 from vllm_trie.drafts.engine.start.draft_support import check_layers
 
 SHAPE: dict[str, Any] = {
@@ -35,26 +37,41 @@ class Layer:
 FULL = FullAttentionSpec(**SHAPE)
 
 
-def test_full_attention_is_taken():
-    no_attention = SimpleNamespace()
-    without_cache = Layer(None)
-    check_layers(None, {"a": Layer(FULL), "b": no_attention, "c": without_cache})
+IN_CHUNKS = [
+    ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+    # What vLLM makes of it where it keeps one kind of cache for all layers.
+    FullAttentionSpec(**SHAPE, attention_chunk_size=64),
+]
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+        FULL,
+        None,
+        *IN_CHUNKS,
         SlidingWindowSpec(**SHAPE, sliding_window=64),
-        # What vLLM makes of them where it keeps one kind of cache for all layers.
-        FullAttentionSpec(**SHAPE, attention_chunk_size=64),
         FullAttentionSpec(**SHAPE, sliding_window=64),
-        FullAttentionSpec(**SHAPE, non_causal=True),
     ],
     ids=repr,
 )
-def test_other_kinds_are_refused(spec):
-    with pytest.raises(ValueError, match="full causal attention") as caught:
+def test_causal_attention_is_taken(spec):
+    no_attention = SimpleNamespace()
+    check_layers(None, {"a": Layer(FULL), "b": no_attention, "c": Layer(spec)})
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_on_gpu"),
+    [
+        (FullAttentionSpec(**SHAPE, non_causal=True), False),
+        (MLAAttentionSpec(**SHAPE), False),
+        *((spec, True) for spec in IN_CHUNKS),
+    ],
+    ids=repr,
+)
+def test_other_kinds_are_refused(spec, is_on_gpu, monkeypatch):
+    monkeypatch.setattr(draft_support, "is_cuda", lambda: is_on_gpu)
+    with pytest.raises(ValueError, match="needs causal attention") as caught:
         check_layers(None, {"full": Layer(FULL), "other": Layer(spec)})
     assert ": other (Layer);" in str(caught.value)
 

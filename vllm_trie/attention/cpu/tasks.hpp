@@ -24,24 +24,43 @@ struct Arguments {
   int64_t block_table_stride;
   const Row* rows;
   const uint64_t* words;  // of all rows, one after another
+  const int64_t* depths;  // of the nodes of all rows; null where positions do not matter
   int64_t num_rows;
   void* output;
   int64_t output_stride;
   int num_heads, num_kv_heads, head_size, block_size;
   float scale;
+  int64_t window, chunk;  // as kind.AttentionKind
+  float soft_cap;
+  const float* sinks;         // of each head, or null
   const float* alibi_slopes;  // of each head, or null
   int num_threads;
 };
 
+// The first slot whose key a query at a position may see, if keys lay at their positions.
+inline int64_t first_seen(const Arguments& arguments, int64_t position) {
+  int64_t first = 0;
+  if (arguments.window) first = std::max<int64_t>(first, position - arguments.window + 1);
+  if (arguments.chunk) first = std::max(first, position - position % arguments.chunk);
+  return first;
+}
+
 struct Unit {
   const Row* row;
-  const uint64_t* words;  // of the row's first node
+  const uint64_t* words;   // of the row's first node
+  const int64_t* depths;   // the same
   int kv_head;
   int64_t first_query, num_queries;
-  int64_t num_slots;  // that any of the queries sees, of the row's request
+  int64_t first_slot, end_slot;  // that any of the queries sees, of the row's request
   int64_t num_chunks;
 
   int64_t cost() const { return num_chunks * num_queries; }
+
+  // Position in the text of a query, counted from the unit's first one.
+  int64_t position(int64_t query) const {
+    const int64_t node = first_query + query - (row->num_queries - row->num_nodes);
+    return row->seq_len - row->num_nodes + (node < 0 ? node : depths[node]);
+  }
 };
 
 // Chunks of a unit that one thread attends to.
@@ -58,11 +77,11 @@ constexpr int64_t kMinChunks = 2;
 // Rows of a unit: as many as keep its sums in the second-level cache.
 inline int max_rows(int head_size) { return std::clamp(32768 / head_size, 64, kMaxRows); }
 
-inline std::vector<Unit> make_units(const Arguments& arguments) {
+inline std::vector<Unit> make_units(const Arguments& arguments, const uint64_t* words) {
   std::vector<Unit> units;
   const int group = arguments.num_heads / arguments.num_kv_heads;
   const int64_t max_queries = std::max(1, max_rows(arguments.head_size) / group);
-  const uint64_t* words = arguments.words;
+  const int64_t* depths = arguments.depths;
   for (int64_t index = 0; index < arguments.num_rows; ++index) {
     const Row& row = arguments.rows[index];
     const int64_t num_parts = (row.num_queries + max_queries - 1) / max_queries;
@@ -72,12 +91,22 @@ inline std::vector<Unit> make_units(const Arguments& arguments) {
         const int64_t last = row.num_queries * (part + 1) / num_parts;
         const bool has_nodes = last > row.num_queries - row.num_nodes;
         const int64_t seen = has_nodes ? row.seq_len : row.seq_len - row.num_queries + last;
-        const int64_t slots = row.num_shared ? row.num_shared : seen;
-        const int64_t chunks = (slots + kChunk - 1) / kChunk;
-        units.push_back({&row, words, kv_head, first, last - first, slots, chunks});
+        const int64_t end = row.num_shared ? row.num_shared : seen;
+        Unit unit{&row, words, depths, kv_head, first, last - first, 0, end, 0};
+        if (arguments.window || arguments.chunk) {
+          int64_t nearest = unit.position(0);
+          for (int64_t query = 1; query < unit.num_queries; ++query) {
+            nearest = std::min(nearest, unit.position(query));
+          }
+          // Blocks before the first slot may be gone; a segment is in one block.
+          unit.first_slot = first_seen(arguments, nearest) / kSegment * kSegment;
+        }
+        unit.num_chunks = (end - unit.first_slot + kChunk - 1) / kChunk;
+        units.push_back(unit);
       }
     }
     words += row.num_nodes * ((row.num_nodes + 63) / 64);
+    if (depths) depths += row.num_nodes;
   }
   return units;
 }

@@ -3,7 +3,8 @@
 // The rows of a unit of work are the query heads of one KV head for some of a request's queries.
 // They walk over the request's slots in chunks with one online softmax (Milakov and Gimelshein,
 // "Online normalizer calculation for softmax", Algorithm 3). The prefix is dense; only the last
-// chunks, where the tree's own slots lie, look at ancestor words. Sums are float32.
+// chunks, where the tree's own slots lie, look at ancestor words, and the first ones at a window.
+// Sums are float32.
 //
 // Threads take one task after another, small ones last, so that a thread that was held up leaves
 // its share to the others. A task is a unit or, towards the end, a part of one: these leave a
@@ -65,7 +66,8 @@ class Attention {
 
   explicit Attention(const Arguments& arguments)
       : arguments_(arguments),
-        units_(make_units(arguments)),
+        near_words_(near_words(arguments)),
+        units_(make_units(arguments, near_words_.empty() ? arguments.words : near_words_.data())),
         group_(arguments.num_heads / arguments.num_kv_heads),
         rows_(std::max(max_rows(arguments.head_size), group_)) {}
 
@@ -124,30 +126,38 @@ class Attention {
     Product* query_rows = reinterpret_cast<Product*>(query);
 
     load_query(unit, query_rows);
-    std::fill_n(sums.maximum, rows, kMinusInfinity);
-    std::fill_n(sums.total, rows, 0.0f);
+    const bool has_sinks = arguments_.sinks && first == 0;
+    for (int row = 0; row < rows; ++row) {
+      sums.maximum[row] = has_sinks ? of_head(arguments_.sinks, unit, row) : kMinusInfinity;
+      sums.total[row] = has_sinks ? 1.0f : 0.0f;
+    }
     const PagedHead<T> head{
         static_cast<const T*>(arguments_.cache) + unit.kv_head * arguments_.head_stride,
         arguments_.block_stride,
         arguments_.block_table + unit.row->batch_index * arguments_.block_table_stride,
         arguments_.block_size, head_size};
     const int strips = kChunk / kStrip + (head_size + kStrip - 1) / kStrip;
-    Chunk<T> chunk(head, first * kChunk, unit.num_slots);
+    Chunk<T> chunk(head, unit.first_slot + first * kChunk, unit.end_slot);
     float positions[kChunk];
     for (int64_t index = first; index < last; ++index) {
-      const Chunk<T> next(head, (index + 1) * kChunk, index + 1 < last ? unit.num_slots : 0);
+      const int64_t slot = unit.first_slot + index * kChunk;
+      const Chunk<T> next(head, slot + kChunk, index + 1 < last ? unit.end_slot : 0);
       Prefetcher<T> prefetch(next, count_tiles(rows) * strips);
       multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores,
                     prefetch);
+      if (arguments_.soft_cap) {
+        for (int row = 0; row < rows; ++row) cap(chunk.count, scores + row * kChunk);
+      }
       if (arguments_.alibi_slopes) {
-        place_slots(unit, index * kChunk, chunk.count, positions);
+        place_slots(unit, slot, chunk.count, positions);
         for (int row = 0; row < rows; ++row) {
-          add_bias(slope(unit, row), position_of_query(unit, row / group_), positions,
-                   chunk.count, scores + row * kChunk);
+          add_bias(of_head(arguments_.alibi_slopes, unit, row),
+                   static_cast<float>(unit.position(row / group_)), positions, chunk.count,
+                   scores + row * kChunk);
         }
       }
       for (int row = 0; row < rows; ++row) {
-        factors[row] = weigh(visibility(unit, row / group_), index * kChunk, chunk.count,
+        factors[row] = weigh(visibility(unit, row / group_), slot, chunk.count,
                              scores + row * kChunk, sums.maximum + row, sums.total + row);
       }
       multiply_values(chunk, rows, scores, strip, index == first ? nullptr : factors,
@@ -165,7 +175,7 @@ class Attention {
     const T* cache =
         static_cast<const T*>(arguments_.cache) + unit.kv_head * arguments_.head_stride;
     const int64_t begin = unit.row->num_shared, end = unit.row->seq_len;
-    const Visibility every{end + kLanes, nullptr, 0};
+    const Visibility every{0, end + kLanes, nullptr, 0};
     for (int row = 0; row < static_cast<int>(unit.num_queries) * group_; ++row) {
       const int64_t place = unit.first_query + row / group_;
       const T* query = static_cast<const T*>(arguments_.query) +
@@ -185,7 +195,9 @@ class Attention {
         const int first = static_cast<int>(std::max<int64_t>(0, begin - slot));
         const int count = static_cast<int>(std::min<int64_t>(kLanes, end - slot));
         const uint32_t bits = (uint32_t{1} << count) - (uint32_t{1} << first);
-        store(scores, keep_visible(products, bits));
+        store(scores, products);
+        if (arguments_.soft_cap) cap(kLanes, scores);
+        store(scores, keep_visible(load(scores), bits));
         const float factor =
             weigh(every, slot, kLanes, scores, sums.maximum + row, sums.total + row);
         for (int d = 0; d < head_size; d += kLanes) {
@@ -216,40 +228,57 @@ class Attention {
 
   Visibility visibility(const Unit& unit, int64_t query) const {
     const Row& row = *unit.row;
-    if (row.num_shared) return {row.num_shared, nullptr, 0};
+    if (row.num_shared) return {0, row.num_shared, nullptr, 0};
+    const bool is_partial = arguments_.window || arguments_.chunk;
+    const int64_t first = is_partial ? first_seen(arguments_, unit.position(query)) : 0;
+    const int64_t committed = row.seq_len - row.num_nodes;
     const int64_t node = unit.first_query + query - (row.num_queries - row.num_nodes);
-    if (node < 0) return {row.seq_len - row.num_nodes + node + 1, nullptr, 0};
+    if (node < 0) return {first, committed + node + 1, nullptr, 0};
     const int64_t num_words = (row.num_nodes + 63) / 64;
-    return {row.seq_len - row.num_nodes, unit.words + node * num_words, num_words};
+    return {std::min(first, committed), committed, unit.words + node * num_words, num_words};
   }
 
-  // Positions in the text, counted from a tree's first level.
-  static int64_t position_of_node(const Unit& unit, int64_t node) {
-    const int64_t num_words = (unit.row->num_nodes + 63) / 64;
-    int64_t ancestors = -1;  // a node is among its own
-    for (int64_t word = 0; word < num_words; ++word) {
-      ancestors += __builtin_popcountll(unit.words[node * num_words + word]);
+  // The ancestor words without the ancestors that a node is too far from to see; empty without a
+  // window.
+  static std::vector<uint64_t> near_words(const Arguments& arguments) {
+    if (!arguments.window && !arguments.chunk) return {};
+    std::vector<uint64_t> result;
+    const int64_t* depth = arguments.depths;
+    for (int64_t index = 0; index < arguments.num_rows; ++index) {
+      const Row& row = arguments.rows[index];
+      const int64_t num_words = (row.num_nodes + 63) / 64;
+      const int64_t committed = row.seq_len - row.num_nodes;
+      const uint64_t* words = arguments.words + result.size();
+      result.insert(result.end(), words, words + row.num_nodes * num_words);
+      for (int64_t node = row.num_nodes; node > 0; --node, ++depth) {
+        drop_ancestors(result.data() + result.size() - node * num_words,
+                       first_seen(arguments, committed + *depth) - committed);
+      }
     }
-    return ancestors;
-  }
-
-  static float position_of_query(const Unit& unit, int64_t query) {
-    const int64_t node = unit.first_query + query - (unit.row->num_queries - unit.row->num_nodes);
-    return static_cast<float>(node < 0 ? node : position_of_node(unit, node));
+    return result;
   }
 
   static void place_slots(const Unit& unit, int64_t start, int count, float* positions) {
     const int64_t committed = unit.row->seq_len - unit.row->num_nodes;
     for (int i = 0; i < count; ++i) {
       const int64_t node = start + i - committed;
-      positions[i] = static_cast<float>(node < 0 ? node : position_of_node(unit, node));
+      const int64_t position = node < 0 ? start + i : committed + unit.depths[node];
+      positions[i] = static_cast<float>(position);
     }
     std::fill(positions + count, positions + kChunk, 0.0f);
   }
 
-  // In units of scores before scaling.
-  float slope(const Unit& unit, int row) const {
-    return arguments_.alibi_slopes[unit.kv_head * group_ + row % group_] / arguments_.scale;
+  // A number of a row's head, in units of scores before scaling.
+  float of_head(const float* numbers, const Unit& unit, int row) const {
+    return numbers[unit.kv_head * group_ + row % group_] / arguments_.scale;
+  }
+
+  void cap(int count, float* scores) const {
+    const Floats most = broadcast(arguments_.soft_cap / arguments_.scale);
+    const Floats factor = broadcast(arguments_.scale / arguments_.soft_cap);
+    for (int column = 0; column < count; column += kLanes) {
+      store(scores + column, most * tanh_of(load(scores + column) * factor));
+    }
   }
 
   // Distances are exact, and those that matter are short.
@@ -266,12 +295,15 @@ class Attention {
   float weigh(const Visibility& visible, int64_t start, int count, float* scores, float* maximum,
               float* total) const {
     const int columns = (count + kLanes - 1) / kLanes * kLanes;
-    if (start + columns > visible.dense) {
-      const int64_t dense = std::max<int64_t>(0, visible.dense - start) / kLanes * kLanes;
-      for (int64_t column = dense; column < columns; column += kLanes) {
+    auto hide = [&](int64_t column, int64_t end) {
+      for (; column < end; column += kLanes) {
         const uint32_t bits = visible.bits(start + column, kLanes);
         store(scores + column, keep_visible(load(scores + column), bits));
       }
+    };
+    if (start < visible.first) hide(0, std::min<int64_t>(columns, visible.first - start));
+    if (start + columns > visible.dense) {
+      hide(std::max<int64_t>(0, visible.dense - start) / kLanes * kLanes, columns);
     }
     Floats largest_scores = load(scores);
     for (int column = kLanes; column < columns; column += kLanes) {
@@ -337,6 +369,7 @@ class Attention {
   }
 
   const Arguments& arguments_;
+  std::vector<uint64_t> near_words_;
   std::vector<Unit> units_;
   int group_;
   int rows_;  // of the largest unit

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.attention import FULL_ATTENTION, AttentionKind
 from vllm_trie.attention.tree_batch import TreeBatch, TreeRow, build_tree_batch, slot_mask
 from vllm_trie.tree import TokenTree
 
@@ -38,6 +39,15 @@ class LayerShape(NamedTuple):
     dtype: torch.dtype
     quantized: torch.dtype | None = None
     """Type of the cache's values, if it is not `dtype`."""
+    window: int = 0
+    soft_cap: float = 0.0
+    has_sinks: bool = False
+
+    def kind(self, sinks: torch.Tensor | None = None) -> AttentionKind:
+        """Return the layer's attention, with these sinks or some that matter."""
+        if self.has_sinks and sinks is None:
+            sinks = torch.linspace(-2.0, 6.0, self.num_heads)
+        return AttentionKind(self.window, soft_cap=self.soft_cap, sinks=sinks)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -47,6 +57,9 @@ class LayerShape(NamedTuple):
         dtype = str(self.dtype).removeprefix("torch.")
         if self.quantized:
             dtype += f" with a KV cache of {str(self.quantized).removeprefix('torch.')}"
+        dtype += f", window {self.window}" if self.window else ""
+        dtype += f", soft cap {self.soft_cap}" if self.soft_cap else ""
+        dtype += ", sinks" if self.has_sinks else ""
         return (
             f"{self.num_heads} heads, {self.num_kv_heads} KV heads of size {self.head_size}, "
             f"block size {self.block_size}, {dtype}"
@@ -100,6 +113,7 @@ class Step:
         trees: Of the requests that have one.
         tree_rows: bool [num_tokens], query rows that belong to them.
         scale: Of the scores.
+        kind: Of the attention.
     """
 
     query: torch.Tensor
@@ -112,6 +126,7 @@ class Step:
     trees: TreeBatch
     tree_rows: np.ndarray
     scale: float
+    kind: AttentionKind = FULL_ATTENTION
 
     def step_slots(self) -> np.ndarray:
         """Return int64 [num_tokens], the slots of the step's own tokens."""
@@ -132,12 +147,19 @@ class Step:
             rows = slice(int(self.starts[index]), int(self.starts[index + 1]))
             slots = slice(end, end + int(seq_len))
             end = slots.stop
-            mask = slot_mask(words.get(index, _NO_WORDS), rows.stop - rows.start, int(seq_len))
+            num_queries = rows.stop - rows.start
+            mask = slot_mask(words.get(index, _NO_WORDS), num_queries, int(seq_len), self.kind)
             key = self.keys[slots].double().repeat_interleave(group, dim=1)
             value = self.values[slots].double().repeat_interleave(group, dim=1)
             scores = torch.einsum("qhd,shd->hqs", self.query[rows].double(), key) * self.scale
+            if cap := self.kind.soft_cap:
+                scores = cap * torch.tanh(scores / cap)
             scores.masked_fill_(~torch.from_numpy(mask), -torch.inf)
-            output[rows] = torch.einsum("hqs,shd->qhd", scores.softmax(-1), value)
+            if self.kind.sinks is not None:
+                sinks = self.kind.sinks.cpu().double()[:, None, None].expand(-1, num_queries, 1)
+                scores = torch.cat([scores, sinks], dim=2)
+            weights = scores.softmax(-1)[..., : int(seq_len)]
+            output[rows] = torch.einsum("hqs,shd->qhd", weights, value)
         return output
 
 
@@ -151,8 +173,16 @@ def random_step(
     requests: Sequence[RequestShape],
     num_blocks: int,
     generator: np.random.Generator,
+    sinks: torch.Tensor | None = None,
+    scale: float = 0.0,
 ) -> Step:
-    """Return a step with these requests, in batch order, which a cache of `num_blocks` can hold."""
+    """Return a step with these requests, in batch order, which a cache of `num_blocks` can hold.
+
+    Args:
+        sinks: Of the layer, some that matter if left out.
+        scale: The same; by the head size if left out.
+    """
+    kind, scale = shape.kind(sinks), scale or shape.head_size**-0.5
     blocks_of = [-(-request.seq_len // shape.block_size) for request in requests]
     free = generator.permutation(num_blocks).astype(np.int32)
     block_table = np.zeros((len(requests), max(blocks_of)), dtype=np.int32)
@@ -172,8 +202,8 @@ def random_step(
             start = int(starts[index])
             rows.append(TreeRow(index, start, num_queries, request.num_nodes, request.seq_len))
             words.append(tree_words)
-        masks.append(slot_mask(tree_words, num_queries, request.seq_len))
-    query, keys, values = _random_tensors(shape, masks, generator)
+        masks.append(slot_mask(tree_words, num_queries, request.seq_len, kind))
+    query, keys, values = _random_tensors(shape, masks, scale, generator)
     tree_rows = np.zeros(len(query), dtype=bool)
     for row in rows:
         tree_rows[row.query_start : row.query_start + row.num_queries] = True
@@ -187,12 +217,13 @@ def random_step(
         np.array([request.seq_len for request in requests], dtype=np.int32),
         build_tree_batch(rows, words, len(query)),
         tree_rows,
-        shape.head_size**-0.5,
+        scale,
+        kind,
     )
 
 
 def _random_tensors(
-    shape: LayerShape, masks: Sequence[np.ndarray], generator: np.random.Generator
+    shape: LayerShape, masks: Sequence[np.ndarray], scale: float, generator: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values of requests with these masks."""
 
@@ -203,7 +234,7 @@ def _random_tensors(
 
     keys = normal()
     sought = _sought_slots(masks, shape.num_heads, generator)
-    stretch = 10.0 / shape.head_size**0.5
+    stretch = 10.0 / (shape.head_size * scale)
     kv_head = np.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
     query = (stretch * keys[sought, kv_head].float()).to(shape.dtype)
     return query, keys, normal()
@@ -323,10 +354,12 @@ def run_kernel(step: Step, kv_cache: torch.Tensor, num_rows: int, num_splits: in
     # Rows of all programs, as if each were one of a multiprocessor.
     programs = num_splits * num_kv_heads * (num_tokens * group // 64 + num_requests)
     buffers = gpu_launch.TreeBuffers(
-        num_requests, step.trees.word_array.size, head_size, programs, device
+        *(num_requests, step.trees.word_array.size, head_size, programs, device),
+        with_depths=step.kind.is_partial,
     )
     buffers.write(step.trees)
     query = step.query.to(device)
+    sinks = None if step.kind.sinks is None else step.kind.sinks.to(device)
     output = torch.full_like(query, _UNUSED)
     scale, kv_scales = step.scale, None
     if kv_cache.dtype != query.dtype:  # factors that cancel out
@@ -343,6 +376,7 @@ def run_kernel(step: Step, kv_cache: torch.Tensor, num_rows: int, num_splits: in
         output,
         max(1, num_rows // group),
         kv_scales=kv_scales,
+        kind=step.kind._replace(sinks=sinks),
         num_splits=num_splits,
     )
     return output if kv_scales is None else output * 0.25

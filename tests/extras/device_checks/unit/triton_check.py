@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from support import gpu_attention
 
-from tests.unit.attention.paged_cases import PagedCase, RequestShape, paged_case
+from tests.unit.attention.paged_cases import PagedCase, RequestShape, attention_kind, paged_case
 from tests.unit.attention.shuffled_programs import shuffle_programs
 from vllm_trie.attention import split_cache
 from vllm_trie.attention.gpu_launch import TreeBuffers
@@ -35,12 +35,32 @@ CASES = [  # requests, dtype, heads, KV heads, head size, block size, processors
     ([RequestShape(2100, 1, 40)], torch.bfloat16, 2, 1, 64, 128, 40, False),
     ([RequestShape(n % 7, 1, n) for n in range(0, 65, 8)], torch.float16, 1, 1, 64, 16, 1, True),
 ]
+KINDS = [  # of attention, and a case
+    ({"window": 1}, (NODES, torch.float32, 1, 1, 32, 16, 1, True)),
+    (
+        {"window": 7, "sinks": True},
+        ([RequestShape(300, 5, 40)], torch.float32, 4, 2, 32, 16, 4, True),
+    ),
+    ({"window": 500}, ([RequestShape(900, 1, 9), *NODES], torch.float16, 4, 1, 64, 16, 9, True)),
+    ({"window": 20}, ([RequestShape(0, 70, 0), *NODES], torch.float32, 2, 1, 32, 32, 1, False)),
+    ({"chunk": 16}, ([RequestShape(60, 1, 70)], torch.float32, 2, 1, 32, 16, 2, True)),
+    ({"soft_cap": 2.0}, (NODES, torch.float32, 2, 1, 64, 16, 1, False)),
+    (
+        {"soft_cap": 5.0, "sinks": True},
+        ([RequestShape(1500, 1, 5)], torch.bfloat16, 2, 1, 64, 16, 40, True),
+    ),
+    (
+        {"window": 300, "chunk": 256, "soft_cap": 3.0, "sinks": True},
+        ([RequestShape(505, 3, 130), RequestShape(2, 1, 0)], torch.float32, 3, 1, 80, 16, 6, True),
+    ),
+]
 
 DEVICE_CHECKS = [  # what a GPU is asked before it serves: shape, splits
     (LayerShape(4, 2, 64, 16, torch.float32), (2,)),
     (LayerShape(2, 1, 128, 16, torch.bfloat16), (8,)),
     (LayerShape(3, 3, 32, 32, torch.float16, torch.float8_e5m2), (1,)),
     (LayerShape(4, 1, 64, 16, torch.bfloat16, torch.float8_e4m3fn), (3,)),
+    (LayerShape(4, 2, 64, 16, torch.float32, None, 10, 5.0, True), (2,)),
 ]
 DEVICE_BATCHES = (
     (kernel_check.RequestShape(3, 1, 12), kernel_check.RequestShape(0, 1, 1)),
@@ -71,7 +91,11 @@ class Graph:
         self.table = case.block_table
         self.starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
         self.seq_lens = torch.zeros(len(rows), dtype=torch.int32)
-        self.buffers = TreeBuffers(len(rows), 4096, head_size, num_processors, torch.device("cpu"))
+        self.buffers = TreeBuffers(
+            *(len(rows), 4096, head_size, num_processors, torch.device("cpu")),
+            with_depths=case.kind.is_partial,
+        )
+        self.kind = case.kind
         self.buffers.partial.fill_(torch.nan)
         self.buffers.state.fill_(torch.nan)
         self.scale = case.scale
@@ -100,7 +124,8 @@ class Graph:
 
     def launch(self) -> None:
         arguments = (self.query, self.cache, self.table, self.starts, self.seq_lens, self.buffers)
-        tree_attention_triton(*arguments, self.scale, self.output, self.max_queries)
+        sizes = (self.scale, self.output, self.max_queries)
+        tree_attention_triton(*arguments, *sizes, kind=self.kind)
 
 
 def error_of(graph: Graph, case: PagedCase) -> float:
@@ -167,12 +192,15 @@ def benchmarked() -> Iterator[tuple[str, float]]:
 def main() -> int:
     shuffle_programs()
     bad = 0
-    for seed, (requests, dtype, *shape, processors, head_first) in enumerate(CASES):
-        case = paged_case(requests, dtype, *shape, seed=seed)
+    cases = [*(({}, case) for case in CASES), *KINDS]
+    for seed, (options, (requests, dtype, *shape, processors, head_first)) in enumerate(cases):
+        kind = attention_kind(shape[0], **options)
+        case = paged_case(requests, dtype, *shape, seed=seed, kind=kind)
         error = error_of(Graph(case, processors, head_first), case)
         good = error <= TOLERANCE[dtype]
         bad += not good
-        print("ok " if good else "BAD", requests, dtype, shape, processors, error, flush=True)
+        mark = "ok " if good else "BAD"
+        print(mark, options, requests, dtype, shape, processors, error, flush=True)
     for name, error in (*replays(), *shared(), *benchmarked()):
         bad += not error <= 1e-6
         print("ok " if error <= 1e-6 else "BAD", name, error, flush=True)

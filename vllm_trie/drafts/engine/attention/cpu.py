@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_trie.attention import TreeBatch, choose_kernels, tree_attention
+from vllm_trie.attention import AttentionKind, TreeBatch, choose_kernels, tree_attention
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.plain_requests import PlainRequests, plain_requests
@@ -51,13 +51,7 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        unsupported = {
-            "a sliding window": self.sliding_window != -1,
-            "attention sinks": self.sinks is not None,
-            "a soft cap on the logits": bool(self.logits_soft_cap),
-            "a quantized KV cache": self.is_fp8_kv_cache,
-        }
-        self.refuse(unsupported)
+        self.refuse({"a quantized KV cache": self.is_fp8_kv_cache})
         if config.read(get_current_vllm_config()) is not None:
             choose_kernels()  # fails here, at the start, if it cannot be loaded
 
@@ -101,8 +95,15 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
             )
             plain.put_back(plain_output, output)
         slopes: Any = self.alibi_slopes  # a tensor here, declared as the list that it was
+        kind = AttentionKind(
+            max(0, self.sliding_window),
+            getattr(layer, "attention_chunk_size", None) or 0,
+            self.logits_soft_cap,
+            None if self.sinks is None else self.sinks.to(torch.float32),
+            slopes,
+        )
         block_table = attn_metadata.block_table
-        tree_attention(query, kv_cache, block_table, trees, self.scale, output, slopes)
+        tree_attention(query, kv_cache, block_table, trees, self.scale, output, kind)
         return output
 
     def _plain_requests(

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_trie.attention import TreeBatch
+from vllm_trie.attention import AttentionKind, TreeBatch
 from vllm_trie.attention.cache_layout import move_rows_in_layers
 from vllm_trie.attention.gpu_launch import TreeBuffers
 from vllm_trie.attention.triton_kernel import EVERY_LENGTH, tree_attention_triton
@@ -89,6 +89,7 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         max_requests = vllm_config.scheduler_config.max_num_seqs
         max_nodes = vllm_config.num_speculative_tokens
+        layers = vllm_config.compilation_config.static_forward_context
         self.longest_decode = 1 + max_nodes
         self.buffers = TreeBuffers(
             max(max_requests, _CHECKED_REQUESTS),
@@ -96,6 +97,7 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
             kv_cache_spec.head_size,
             _num_processors(device),
             device,
+            with_depths=any(layers[name].impl.kind.is_partial for name in layer_names),
         )
 
     @_builder.overrides("adds the buffers that hold the step's trees")
@@ -136,15 +138,18 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
         self.supports_quant_query_input = False
         unsupported = {
             "ALiBi slopes": self.alibi_slopes is not None,
-            "a sliding window": self.sliding_window != (-1, -1),
-            "attention sinks": self.sinks is not None,
-            "a soft cap on the logits": bool(self.logits_soft_cap),
             "a limit on the chunks it looks back to": self.chunk_lookback > -1,
             f"a KV cache of the kind {self.kv_cache_dtype!r}": not self.is_float8
             and self.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
             f"the type {self.attn_type!r}": self.attn_type != AttentionType.DECODER,
         }
         self.refuse(unsupported)
+
+    @property
+    def kind(self) -> AttentionKind:
+        return AttentionKind(
+            1 + self.sliding_window[0], soft_cap=self.logits_soft_cap, sinks=self.sinks
+        )
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return False
@@ -191,6 +196,7 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
             min(metadata.max_query_len, longest),
             longest,
             kv_scales,
+            self.kind,
         )
         return output
 

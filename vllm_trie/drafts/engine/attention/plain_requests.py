@@ -45,9 +45,10 @@ def plain_requests(metadata: Any, trees: TreeBatch) -> PlainRequests:
     """
     device = metadata.query_start_loc.device
     starts = metadata.query_start_loc.cpu().numpy()
-    is_plain = np.ones(len(starts) - 1, dtype=bool)
-    is_plain[trees.row_array[:, 0]] = False
-    indices = np.flatnonzero(is_plain)
+    # By their tokens: a request in chunks has several rows.
+    first, count = trees.row_array[:, 1:3].T
+    tree = np.searchsorted(first, starts[:-1], side="right") - 1
+    indices = np.flatnonzero((tree < 0) | (starts[:-1] >= (first + count)[tree]))
     lengths = (starts[1:] - starts[:-1])[indices]
     new_starts = np.zeros(len(indices) + 1, dtype=np.int32)
     np.cumsum(lengths, out=new_starts[1:])

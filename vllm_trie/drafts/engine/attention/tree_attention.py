@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from vllm.config import get_current_vllm_config
 
 from vllm_trie.attention import TreeBatch
@@ -42,4 +44,27 @@ def hand_on(trees: TreeBatch | None, by_layer: Mapping[str, object]) -> None:
     """Let the layers' metadata of a step carry its trees."""
     if trees is not None:
         for metadata in {id(m): m for m in by_layer.values()}.values():
-            setattr(metadata, TREE_ATTRIBUTE, trees)
+            is_chunked = hasattr(metadata, "make_virtual_batches_block_table")
+            setattr(metadata, TREE_ATTRIBUTE, in_chunks(trees, metadata) if is_chunked else trees)
+
+
+def in_chunks(trees: TreeBatch, metadata: Any) -> TreeBatch:
+    """Return a step's trees as rows of the metadata of layers that attend in chunks (Llama 4).
+
+    vLLM makes a request of each chunk that a request's query tokens lie in. Together these have the
+    blocks from the first chunk on, and their rows of the block table follow one another::
+
+        request  tokens 0 ... 63 | chunk 64 ... 95 | chunk 96 ... 127 | 128 ... 140
+        queries                             80 ...                      ... 140
+        rows                       v                v + 1              v + 2
+        table                      blocks of 64..95, of 96..127, of 128..
+
+    So a tree's row begins at v, with all blocks of the three rows and the slots from 64 on.
+    """
+    starts = metadata.query_start_loc.numpy()
+    lengths = np.concatenate([[0], np.cumsum(metadata.seq_lens.numpy())])
+    rows = trees.row_array.copy()
+    rows[:, 0] = np.searchsorted(starts, rows[:, 1], side="right") - 1
+    ends = np.searchsorted(starts, rows[:, 1] + rows[:, 2])
+    rows[:, 4] = lengths[ends] - lengths[rows[:, 0]]
+    return replace(trees, row_array=rows)

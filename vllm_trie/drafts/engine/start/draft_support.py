@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_trie.drafts.engine.config import Verification
 from vllm_trie.hooks.start.limits import is_cuda, problems, reason_off
@@ -93,15 +98,16 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
             f"{', '.join(unaware)}; leave attention_backend at its default or set "
             "verification='chain'"
         )
-    partial = [
+    others = [
         f"{name} ({type(layer).__name__})"
         for name, layer in attention.items()
-        if hasattr(layer, "get_kv_cache_spec") and _is_partial(layer.get_kv_cache_spec(vllm_config))
+        if hasattr(layer, "get_kv_cache_spec") and _is_other(layer.get_kv_cache_spec(vllm_config))
     ]
-    if partial:
+    if others:
         raise RefusedError(
-            "tree attention needs full causal attention, and these layers have another kind: "
-            f"{', '.join(partial)}; set verification='chain' for this model"
+            "tree attention needs causal attention, full, in windows, or on CPUs in chunks, and "
+            f"these layers have another kind: {', '.join(others)}; set verification='chain' for "
+            "this model"
         )
 
 
@@ -124,9 +130,12 @@ def check_states(kv_cache_config: KVCacheConfig) -> None:
             )
 
 
-def _is_partial(spec: KVCacheSpec | None) -> bool:
-    """Return whether vLLM changes the metadata behind the backend's back (Llama 4's chunks)."""
-    narrowing = ("sliding_window", "attention_chunk_size", "non_causal")
+def _is_other(spec: KVCacheSpec | None) -> bool:
+    """Return whether a layer has attention that tree attention lacks."""
+    kinds = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
     return spec is not None and (
-        type(spec) is not FullAttentionSpec or any(getattr(spec, n, None) for n in narrowing)
+        type(spec) not in kinds
+        or getattr(spec, "non_causal", False)
+        # vLLM changes the metadata behind the backend's back.
+        or bool(getattr(spec, "attention_chunk_size", None) and is_cuda())
     )
