@@ -42,9 +42,9 @@ def example_step() -> Step:
     own = backend.new_index(max_order=8)
     [draft] = backend.draft_batch([Job(own, None, None, text, len(text), NUM_NODES, 4, False)])
     tree = draft.tree
-    goes_on = [_VOCABULARY.index(word) for word in CONTINUATION]
+    continues = [_VOCABULARY.index(word) for word in CONTINUATION]
     depths = [0, *tree.depths().tolist()]
-    target = [goes_on[depth] for depth in depths]
+    target = [continues[depth] for depth in depths]
     accepted = accept_greedy(tree.token_ids.tolist(), tree.parents.tolist(), target)
     return Step(tree, [_VOCABULARY[token] for token in tree.token_ids], target, accepted)
 

@@ -61,11 +61,11 @@ class Outcomes(NamedTuple):
 
     Attributes:
         ends: bool [c], whether the hypothesis is complete.
-        goes_on: bool [c], whether it can be extended; a complete one may be, too.
+        continues: bool [c], whether it can be extended; a complete one may be, too.
     """
 
     ends: np.ndarray
-    goes_on: np.ndarray
+    continues: np.ndarray
 
 
 def num_raw_candidates(

@@ -94,7 +94,7 @@ def best_on_device(
 
 
 def _sorted_scores(scores: torch.Tensor) -> Any:
-    """Return scores, the greatest first, and their places; NaN counts as -inf."""
+    """Return scores, the greatest first, and their indices; NaN counts as -inf."""
     flat = scores.reshape(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     return flat.sort(descending=True, stable=True)
 
@@ -142,11 +142,11 @@ def children_on_device(
         stop_token_ids: No child ends with one.
     """
     width = len(places)
-    goes_on = best.scores > -torch.inf
+    continues = best.scores > -torch.inf
     for stop_token_id in stop_token_ids:
-        goes_on &= best.token_ids != stop_token_id
-    chosen = (~goes_on).sort(stable=True).indices[:width]
-    exists = goes_on[chosen]
+        continues &= best.token_ids != stop_token_id
+    chosen = (~continues).sort(stable=True).indices[:width]
+    exists = continues[chosen]
     parents = torch.where(exists, best.rows[chosen], width)  # a parent that nobody is
     numbers = torch.arange(width, device=places.device)
     first_child = numbers.new_full((width + 1,), width)

@@ -76,12 +76,12 @@ class _Fates(NamedTuple):
 
     Attributes:
         ends: bool [c].
-        goes_on: bool [c].
+        continues: bool [c].
         stops: Place among the candidates to the stop string that it completes.
     """
 
     ends: np.ndarray
-    goes_on: np.ndarray
+    continues: np.ndarray
     stops: dict[int, str]
 
 
@@ -276,8 +276,8 @@ class BeamSearch:
         rows, token_ids = candidates.rows[chosen], candidates.token_ids[chosen]
         fates = self._fates(rows, token_ids, outcomes)
         counts = fates.ends & (np.arange(len(chosen)) < width)
-        over = counts | ~fates.goes_on if settings.trace else counts
-        running = np.flatnonzero(fates.goes_on)
+        over = counts | ~fates.continues if settings.trace else counts
+        running = np.flatnonzero(fates.continues)
         if self._random is not None:
             running = running[np.argsort(-totals[running], kind="stable")]
         kept, rest = running[:width], running[width:] if settings.trace else running[:0]
@@ -338,9 +338,9 @@ class BeamSearch:
         if outcomes is None:
             best = self._best(keys, None)
             return mine.start + best, totals[best], None
-        best = self._best(keys, Outcomes(outcomes.ends[mine], outcomes.goes_on[mine]))
+        best = self._best(keys, Outcomes(outcomes.ends[mine], outcomes.continues[mine]))
         chosen = mine.start + best
-        return chosen, totals[best], Outcomes(outcomes.ends[chosen], outcomes.goes_on[chosen])
+        return chosen, totals[best], Outcomes(outcomes.ends[chosen], outcomes.continues[chosen])
 
     def _best(self, keys: np.ndarray, outcomes: Outcomes | None) -> np.ndarray:
         """Return the places of a group's candidates, those with the smallest keys."""
@@ -356,7 +356,7 @@ class BeamSearch:
     def _fates(self, rows: np.ndarray, token_ids: np.ndarray, outcomes: Outcomes | None) -> _Fates:
         last = self.steps + 1 == self.settings.max_new_tokens
         if outcomes is not None:
-            return _Fates(outcomes.ends, outcomes.goes_on & (not last), {})
+            return _Fates(outcomes.ends, outcomes.continues & (not last), {})
         ends = np.zeros(len(token_ids), dtype=bool)
         for stop_token_id in self.settings.stop_token_ids:
             ends |= token_ids == stop_token_id

@@ -72,8 +72,8 @@ def select_best(
     maxima = blocks.maxima.numpy()
     maxima += totals[:, None]
     bound = _bound(maxima.ravel(), count)
-    rows, places = np.divmod(np.flatnonzero(maxima >= bound), maxima.shape[1])
-    keys = blocks.at(torch.from_numpy(rows), torch.from_numpy(places)).numpy()
+    rows, numbers = np.divmod(np.flatnonzero(maxima >= bound), maxima.shape[1])
+    keys = blocks.at(torch.from_numpy(rows), torch.from_numpy(numbers)).numpy()
     scores = keys + totals[rows, None]
     chosen = np.flatnonzero(scores >= bound)
     scores = scores.ravel()[chosen]
@@ -81,7 +81,7 @@ def select_best(
     chosen, scores = chosen[kept], scores[kept]
     keys = keys.ravel()[chosen]
     block, token = np.divmod(chosen, blocks.size)
-    rows, token_ids = rows[block], places[block] * blocks.size + token
+    rows, token_ids = rows[block], numbers[block] * blocks.size + token
     order = np.lexsort((token_ids, -keys, rows))
     if len(order) > count:  # ties at the bound
         best = np.argsort(-scores[order], kind="stable")[:count]
@@ -128,14 +128,14 @@ def launch_draws(
     generator = torch.Generator(logits.device).manual_seed(draws.seed)
     noise = torch.empty_like(scores).exponential_(generator=generator).clamp_min_(_TINY).log_()
     scores = (scores - noise).masked_fill_(logprobs.isnan(), -torch.inf).flatten()
-    keys, places = scores.topk(min(count, len(scores)))
+    keys, indices = scores.topk(min(count, len(scores)))
     finish = functools.partial(_by_row, vocab_size=logits.shape[1])
-    return Unfetched((places, logprobs.flatten()[places], keys), finish)
+    return Unfetched((indices, logprobs.flatten()[indices], keys), finish)
 
 
 def _by_row(
-    places: np.ndarray, logprobs: np.ndarray, keys: np.ndarray, vocab_size: int
+    indices: np.ndarray, logprobs: np.ndarray, keys: np.ndarray, vocab_size: int
 ) -> Candidates:
-    rows, token_ids = np.divmod(places, vocab_size)
+    rows, token_ids = np.divmod(indices, vocab_size)
     order = np.lexsort((-logprobs, rows))
     return Candidates(rows[order], token_ids[order], logprobs[order], keys[order])

@@ -151,12 +151,12 @@ def select_all(trees: Sequence[TokenTree], keep: np.ndarray) -> list[TokenTree]:
     predicted = [tree.probabilities for tree in trees if tree.probabilities is not None]
     sizes = np.array([tree.num_nodes for tree in trees])
     starts = np.cumsum(sizes) - sizes
-    places = np.concatenate([[0], np.cumsum(keep, dtype=np.int32)])  # of kept nodes before each
-    bounds = places[np.append(starts, len(keep))]
+    num_kept_before = np.concatenate([[0], np.cumsum(keep, dtype=np.int32)])
+    bounds = num_kept_before[np.append(starts, len(keep))]
     kept = np.flatnonzero(keep)
     parents = np.concatenate([tree.parents for tree in trees])[kept]
     owners = np.repeat(np.arange(len(trees)), np.diff(bounds))
-    moved = places[parents + starts[owners]] - bounds[owners]
+    moved = num_kept_before[parents + starts[owners]] - bounds[owners]
     parents = np.where(parents < 0, parents, moved).astype(np.int32)
     return _split(
         np.concatenate([tree.token_ids for tree in trees])[kept],

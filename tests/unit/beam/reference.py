@@ -150,11 +150,11 @@ def _split(
 ) -> Iterator[_Running]:
     """Yield a candidate that ends and a candidate that goes on for each that does both."""
     for beam in everything:
-        ends, goes_on = outcome(beam.token_ids)
+        ends, continues = outcome(beam.token_ids)
         if ends:
             total = np.float32(beam.total + np.float32(added(beam.token_ids)))
             yield _Running(beam.token_ids, total, complete=True)
-        if goes_on:
+        if continues:
             yield beam
 
 

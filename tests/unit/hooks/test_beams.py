@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_trie.searches import BeamSearch, SearchSettings
 from vllm_trie.searches.device_beams import DeviceBeams
-from vllm_trie.searches.engine.scheduler.beams import beginnings, replay_levels
+from vllm_trie.searches.engine.scheduler.beams import prefix_level, replay_levels
 from vllm_trie.searches.engine.scheduler.passes import Room, cheapest_passes
 from vllm_trie.searches.engine.scheduler.tables import BeamTables, ranged
 from vllm_trie.searches.top_k import select_best
@@ -186,7 +186,7 @@ def test_levels_lead_to_the_hypotheses(generated):
     """Each distinct beginning is computed once, and each hypothesis ends as its own beam."""
     paths: list[list[int]] = [[]]
     hypotheses = np.array(generated)
-    levels = replay_levels(hypotheses, beginnings(hypotheses, 0))
+    levels = replay_levels(hypotheses, prefix_level(hypotheses, 0))
     for depth, level in enumerate(levels, 1):
         pairs = zip(level.parents.tolist(), level.token_ids.tolist(), strict=True)
         paths = [[*paths[parent], token] for parent, token in pairs]

@@ -125,7 +125,7 @@ class Steps:
             use_pp=False, adaptive_verification=None, cudagraph_manager=None
         )
         self.adapter.runner = runner
-        self.adapter.begin()
+        self.adapter.start_drafting()
 
     def on_device(self, values: Any, dtype: Any = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.asarray(values, dtype=dtype))
@@ -271,9 +271,9 @@ def test_a_text_ends_where_the_scheduler_ends_it(steps, params, sampled, counted
     steps.step({"a": [11]})
     steps.drafter.requests = []
     steps.step({"a": sampled}, scheduled=WIDTH)
-    goes_on = counted == len(sampled)
-    assert bool(steps.drafter.requests) == goes_on
-    if not goes_on:
+    continues = counted == len(sampled)
+    assert bool(steps.drafter.requests) == continues
+    if not continues:
         assert steps.step({"a": [16]}) == [[0] * WIDTH]
         assert not steps.drafter.requests
     stats = steps.statistics()

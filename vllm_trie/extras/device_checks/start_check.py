@@ -191,14 +191,14 @@ def _compare(decoder: _Decoder, adapter: V2Adapter, budget: NodeBudget | None) -
         for prompt, tokens in zip(decoder.prompts, plain.tokens, strict=True)
     }
     guard.drafter = _KnownAnswers(guard.drafter.context, answers)
-    adapter.begin()
-    decoder.compile(adapter.num_places)
+    adapter.start_drafting()
+    decoder.compile(adapter.num_draft_tokens)
     # Twice, as another program may slow one down; not only then, as ranks run the same steps.
-    runs = [decoder.run(f"drafted{i}", adapter.num_places, ahead=i > 0) for i in range(2)]
+    runs = [decoder.run(f"drafted{i}", adapter.num_draft_tokens, ahead=i > 0) for i in range(2)]
     drafted = min(runs, key=lambda run: run.step_seconds)
     if budget is not None and not adapter.launches_ahead:
         guard.drafter = _KnownAnswers(guard.drafter.context, {})
-        waited = decoder.run("waited", adapter.num_places)
+        waited = decoder.run("waited", adapter.num_draft_tokens)
         budget.expect_wait(plain.step_seconds, waited.step_seconds)
     allowed = near_tie(decoder.dtype)
     wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)

@@ -56,14 +56,14 @@ class _TakenTokens:
         self._tokens: dict[int, int] = {}
         self._start = 0  # of the last draft, in the output
         self._draft: list[int] = []
-        self._allowed: list[tuple[int, int]] = []  # places of the draft, and what was allowed there
+        self._allowed: list[tuple[int, int]] = []  # positions in the draft, and what they allow
 
     def learn(self, output: Sequence[int]) -> None:
-        """Take in what the output has at the places of the last draft, and start another draft."""
+        """Take in what the output has at the last draft's positions, and start another draft."""
         tokens = list(output[self._start : self._start + len(self._draft) + 1])
-        for place, allowed in self._allowed:
-            if place < len(tokens) and tokens[:place] == self._draft[:place]:
-                self._tokens[allowed] = tokens[place]
+        for position, allowed in self._allowed:
+            if position < len(tokens) and tokens[:position] == self._draft[:position]:
+                self._tokens[allowed] = tokens[position]
         self._allowed, self._start = [], len(output)
 
     def after(self, draft: list[int], words: np.ndarray) -> int | None:
@@ -190,12 +190,12 @@ class ForcedTokens:
         Args:
             words: int32 [words], a bit for each token.
         """
-        places = np.flatnonzero(words)
-        if not 0 < len(places) <= _MOST_TOKENS:
+        word_numbers = np.flatnonzero(words)
+        if not 0 < len(word_numbers) <= _MOST_TOKENS:
             return None
-        bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+        bits = np.unpackbits(words[word_numbers].view(np.uint8), bitorder="little").reshape(-1, 32)
         rows, columns = np.nonzero(bits)
-        tokens = (places[rows] * 32 + columns).tolist()
+        tokens = (word_numbers[rows] * 32 + columns).tolist()
         if len(tokens) > _MOST_TOKENS:
             return None
         texts = self._texts_of(tokens)

@@ -50,13 +50,13 @@ class Selection(NamedTuple):
             with all that is below them, unless `nodes` has them.
         nodes: int32 [m], ascending; nodes at which something named by the rules ends or begins.
         ends: bool [m], whether an item that ends at the node is valid.
-        goes_on: bool [m], whether there are valid items below the node.
+        continues: bool [m], whether there are valid items below the node.
     """
 
     bounds: np.ndarray
     nodes: np.ndarray
     ends: np.ndarray
-    goes_on: np.ndarray
+    continues: np.ndarray
 
 
 class SelectedTrie:
@@ -71,8 +71,8 @@ class SelectedTrie:
     def children(self, nodes: np.ndarray) -> Children:
         """Return the children of int [n] nodes that may be entered."""
         children = self.trie.children(nodes)
-        ends, goes_on = self._lookup(children.nodes)
-        kept = ends | goes_on
+        ends, continues = self._lookup(children.nodes)
+        kept = ends | continues
         return children if kept.all() else Children(*(array[kept] for array in children))
 
     def num_children(self, nodes: np.ndarray) -> np.ndarray:
@@ -103,14 +103,14 @@ class SelectedTrie:
         """Return bool[...] twice: items may end at the nodes, or below, if the trie has them."""
         selection = self.selection
         inside = np.searchsorted(selection.bounds, nodes, side="right") % 2 == 1
-        ends, goes_on = inside, inside.copy()
+        ends, continues = inside, inside.copy()
         if len(selection.nodes):
             sought = np.asarray(nodes, dtype=selection.nodes.dtype)
-            places = np.minimum(np.searchsorted(selection.nodes, sought), len(selection.nodes) - 1)
-            listed = selection.nodes[places] == sought
-            ends = np.where(listed, selection.ends[places], ends)
-            goes_on = np.where(listed, selection.goes_on[places], goes_on)
-        return ends, goes_on
+            indices = np.minimum(np.searchsorted(selection.nodes, sought), len(selection.nodes) - 1)
+            listed = selection.nodes[indices] == sought
+            ends = np.where(listed, selection.ends[indices], ends)
+            continues = np.where(listed, selection.continues[indices], continues)
+        return ends, continues
 
 
 def view(trie: ItemTrie, selection: Selection | None) -> ItemTrie | SelectedTrie:
@@ -137,15 +137,15 @@ def select(trie: ItemTrie, rules: Rules) -> Selection:
     # A child that is not among the nodes has nothing named below it: it is as its parent is.
     num_children = trie.first_child[nodes + 1] - trie.first_child[nodes]
     others = num_children > np.bincount(parents[1:], minlength=len(nodes))
-    goes_on = in_allowed & ~in_denied & others
+    continues = in_allowed & ~in_denied & others
     for level in levels[:0:-1]:
-        live = (ends | goes_on)[level]
-        goes_on[parents[level][live]] = True
-    return Selection(_bounds(trie, allowed_tops, denied_tops), nodes, ends, goes_on)
+        live = (ends | continues)[level]
+        continues[parents[level][live]] = True
+    return Selection(_bounds(trie, allowed_tops, denied_tops), nodes, ends, continues)
 
 
 def _with_ancestors(trie: ItemTrie, named: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the root, nodes and all their ancestors, ascending, and the places of their parents.
+    """Return the root, nodes and all their ancestors, ascending, and the indices of their parents.
 
     The root's parent is the root.
     """
@@ -161,11 +161,11 @@ def _with_ancestors(trie: ItemTrie, named: list[np.ndarray]) -> tuple[np.ndarray
 
 def _levels(trie: ItemTrie, nodes: np.ndarray) -> list[slice]:
     """Return the slices of ascending nodes that have depth 0, 1, and so on."""
-    places, start = [0, 1], 1
-    while places[-1] < len(nodes):
+    bounds, start = [0, 1], 1
+    while bounds[-1] < len(nodes):
         start = int(trie.first_child[start])  # of the next level
-        places.append(int(np.searchsorted(nodes, start)))
-    return [slice(*pair) for pair in pairwise(places)]
+        bounds.append(int(np.searchsorted(nodes, start)))
+    return [slice(*pair) for pair in pairwise(bounds)]
 
 
 def _bounds(trie: ItemTrie, allowed: np.ndarray, denied: np.ndarray) -> np.ndarray:
@@ -182,9 +182,9 @@ def _bounds(trie: ItemTrie, allowed: np.ndarray, denied: np.ndarray) -> np.ndarr
             low, high = low[low < high], high[low < high].astype(np.int64)
     if not every:
         return np.empty(0, dtype=np.int64)
-    points, place = np.unique(np.concatenate(every), return_inverse=True)
+    points, indices = np.unique(np.concatenate(every), return_inverse=True)
     depth = np.zeros((len(points), 2), dtype=np.int64)
-    np.add.at(depth, place, np.concatenate(changes))
+    np.add.at(depth, indices, np.concatenate(changes))
     depth = depth.cumsum(axis=0)
     inside = (depth[:, 0] > 0) & (depth[:, 1] == 0)
     return np.asarray(points[np.diff(inside, prepend=False)])

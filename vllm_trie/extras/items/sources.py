@@ -65,10 +65,10 @@ def _read_lines(path: Path, encode: Encode | None, max_token: int) -> Iterator[B
     with path.open("rb") as file:
         first = 1
         while lines := list(islice(file, _BATCH)):
-            places = [n for n, line in enumerate(lines, first) if not line.isspace()]
-            if places:
-                filled = [lines[n - first] for n in places]
-                where = _Where(f"{path}, line", places)
+            numbers = [n for n, line in enumerate(lines, first) if not line.isspace()]
+            if numbers:
+                filled = [lines[n - first] for n in numbers]
+                where = _Where(f"{path}, line", numbers)
                 yield _batch(_parse(filled, where), encode, max_token, where)
             first += len(lines)
 

@@ -93,9 +93,9 @@ def best_continuations(
     logprobs = values - normalizer[row_index]
     if eos_token_id is None:  # a token may complete an item and go on, which are two candidates
         ends = np.flatnonzero(trie.is_terminal(targets))
-        goes_on = np.flatnonzero(trie.has_children(targets))
-        chosen = np.concatenate([ends, goes_on])
-        rows, targets = rows[chosen], np.concatenate([~targets[ends], targets[goes_on]])
+        continues = np.flatnonzero(trie.has_children(targets))
+        chosen = np.concatenate([ends, continues])
+        rows, targets = rows[chosen], np.concatenate([~targets[ends], targets[continues]])
         chosen_index = to_device(chosen, device)
         row_index, logprobs = row_index[chosen_index], logprobs[chosen_index]
     num_ends = int((targets < 0).sum())  # they come first

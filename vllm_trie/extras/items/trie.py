@@ -121,8 +121,8 @@ class ItemTrie:
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         parents = np.repeat(np.arange(len(starts)), counts)
-        places = np.arange(total) + np.repeat(starts - (ends - counts), counts)
-        return Children(parents, places.astype(np.int32), self.tokens[places])
+        nodes_below = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+        return Children(parents, nodes_below.astype(np.int32), self.tokens[nodes_below])
 
     def num_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return int [n], the number of children of int [n] nodes."""
@@ -139,7 +139,7 @@ class ItemTrie:
         # A leaf ends an item; only nodes with children need a look.
         result = ~self.has_children(nodes)
         inner = nodes[~result]
-        result[~result] = self.terminals[self._places(inner)] == inner
+        result[~result] = self.terminals[self._indices(inner)] == inner
         return result
 
     def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
@@ -149,17 +149,17 @@ class ItemTrie:
             ValueError: No item ends at one of them.
         """
         nodes = np.asarray(nodes)
-        places = self._places(nodes)
-        if not np.array_equal(self.terminals[places], nodes):
-            wrong = nodes[self.terminals[places] != nodes]
+        indices = self._indices(nodes)
+        if not np.array_equal(self.terminals[indices], nodes):
+            wrong = nodes[self.terminals[indices] != nodes]
             raise ValueError(f"no item ends at node {wrong[0]}")
-        return self._ids(self.values[places])
+        return self._ids(self.values[indices])
 
     def item_weights(self, nodes: np.ndarray) -> np.ndarray:
         """Return float32[...], the weights of the items that end at int[...] nodes."""
         if self.weights is None:
             return np.zeros(np.shape(nodes), dtype=np.float32)
-        return np.asarray(self.weights[self._places(nodes)])
+        return np.asarray(self.weights[self._indices(nodes)])
 
     def find(self, token_ids: np.ndarray) -> int | None:
         """Return the node at the end of a path from the root, None if it leaves the trie."""
@@ -197,15 +197,15 @@ class ItemTrie:
         inside = [path for path in paths if len(path) <= self.max_length]
         lengths = np.array([len(path) for path in inside], dtype=np.int64)
         ends = [np.full(int((lengths == 0).sum()), ROOT, dtype=np.int32)]
-        places = np.flatnonzero(lengths)
-        nodes = np.full(len(places), ROOT, dtype=np.int32)
+        remaining = np.flatnonzero(lengths)
+        nodes = np.full(len(remaining), ROOT, dtype=np.int32)
         for depth in range(self.max_length):
-            tokens = np.array([inside[place][depth] for place in places], dtype=np.int64)
+            tokens = np.array([inside[index][depth] for index in remaining], dtype=np.int64)
             nodes = self._child(nodes, tokens)
-            places, nodes = places[nodes != ROOT], nodes[nodes != ROOT]
-            is_end = lengths[places] == depth + 1
+            remaining, nodes = remaining[nodes != ROOT], nodes[nodes != ROOT]
+            is_end = lengths[remaining] == depth + 1
             ends.append(nodes[is_end])
-            places, nodes = places[~is_end], nodes[~is_end]
+            remaining, nodes = remaining[~is_end], nodes[~is_end]
         return np.concatenate(ends)
 
     def _child(self, nodes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -232,10 +232,10 @@ class ItemTrie:
         """Return int32 [n], the parents of int [n] nodes other than the root."""
         # The last node whose children begin at or before this one.
         sought = np.asarray(nodes, dtype=self.first_child.dtype)
-        places = np.searchsorted(self.first_child, sought, side="right") - 1
-        return places.astype(np.int32)
+        parents = np.searchsorted(self.first_child, sought, side="right") - 1
+        return parents.astype(np.int32)
 
-    def _places(self, nodes: np.ndarray) -> np.ndarray:
+    def _indices(self, nodes: np.ndarray) -> np.ndarray:
         """Return where in `terminals` each node is, or could be."""
         # With another type, NumPy would convert the whole array.
         sought = np.asarray(nodes, dtype=self.terminals.dtype)
@@ -257,12 +257,12 @@ def text_keys(texts: IdTexts, numbers: np.ndarray) -> np.ndarray:
     """Return int64 [n], :func:`text_key` of the texts with int64 [n] numbers."""
     begins, ends = texts.offsets[numbers], texts.offsets[numbers + 1]
     order = np.argsort(begins - ends, kind="stable")  # the longest first
-    places, lengths = begins[order], (ends - begins)[order]
+    starts, lengths = begins[order], (ends - begins)[order]
     checksums = np.full(len(numbers), 0xFFFFFFFF, dtype=np.uint32)
     for position in range(int(lengths[0]) if len(lengths) else 0):
         count = np.searchsorted(-lengths, -position)  # texts that go on
         old = checksums[:count]
-        index = (old ^ texts.text[places[:count] + position]) & 0xFF
+        index = (old ^ texts.text[starts[:count] + position]) & 0xFF
         checksums[:count] = _CRC_TABLE[index] ^ (old >> np.uint32(8))
     keys = np.empty(len(numbers), dtype=np.int64)
     keys[order] = (checksums ^ np.uint32(0xFFFFFFFF)).astype(np.int64) | lengths << 32
@@ -288,7 +288,7 @@ def find_fault(trie: ItemTrie) -> str | None:
         if tokens.min() < 0:
             return f"a token of nodes {begin} to {end - 1} is negative"
         leaves = numbers[np.diff(starts) == 0]
-        if not np.array_equal(trie.terminals[trie._places(leaves)], leaves):
+        if not np.array_equal(trie.terminals[trie._indices(leaves)], leaves):
             return f"an item ends nowhere among nodes {begin} to {end - 1}"
     start, depth = 1, 0  # first node of a level
     while start < nodes and depth <= trie.max_length:

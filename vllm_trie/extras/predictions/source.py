@@ -1,8 +1,8 @@
 """Drafts from a text that the client predicts as the answer of one request.
 
 A prediction is drafted next to what the request's drafter proposes, whichever that is. At the
-beginning of the output it is the answer; after a difference the place in it is found again by the
-longest match behind it.
+beginning of the output it is the answer; after a difference the position in it is found again by
+the longest match behind it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PREDICTION = "prediction"
 """Key of a request's extra arguments: the answer as the client predicts it; behind the front end
 the bytes of int32 token ids."""
 LONGEST_MATCH = 32
-"""Tokens behind a place that are compared."""
+"""Tokens behind a position that are compared."""
 NEAR = 64
-"""Tokens around the last place within which a shorter match is believed more."""
+"""Tokens around the last position within which a shorter match is believed more."""
 NEAR_LEAD = 2.5
 """Tokens by which a match elsewhere must be longer than one there."""
-MOST_PLACES = 256
-"""Places that are compared, those around the last place: the work of a step is bounded."""
+MOST_POSITIONS = 256
+"""Positions that are compared, those around the last one: the work of a step is bounded."""
 _NOWHERE = -1
 _EDGES = (1, 2, 3, 4, 8, 16)
 """Match lengths from which a class of the acceptance rates begins; the first is below them."""
@@ -64,16 +64,16 @@ class _Prediction:
 
     Attributes:
         tokens: int32, all of it.
-        place: Index in `tokens` of the token that is expected next, or was expected last.
-        match: Tokens behind the place that output and prediction share; `_NOWHERE` while no token
-            is expected.
+        position: Index in `tokens` of the token that is expected next, or was expected last.
+        match: Tokens behind it that output and prediction share; `_NOWHERE` while no token is
+            expected.
         num_output: Output tokens that were taken in.
         drafted: The tokens drafted last.
         expected, right: Decaying counts of tokens, by class of match length.
     """
 
     tokens: np.ndarray
-    place: int = 0
+    position: int = 0
     match: int = _AT_BEGINNING
     num_output: int = 0
     drafted: list[int] = field(default_factory=list)
@@ -83,56 +83,56 @@ class _Prediction:
     def take(self, output: np.ndarray) -> None:
         """Take in the output so far, int32."""
         if len(output) < self.num_output:  # it starts again
-            self.place, self.match, self.num_output = 0, _AT_BEGINNING, 0
+            self.position, self.match, self.num_output = 0, _AT_BEGINNING, 0
         new = output[self.num_output :]
         self.num_output = len(output)
         if not len(new):
             return
         if self.match != _NOWHERE:
-            expected = self.tokens[self.place : self.place + len(new)]
+            expected = self.tokens[self.position : self.position + len(new)]
             differs = np.flatnonzero(expected != new[: len(expected)])
             num_equal = int(differs[0]) if len(differs) else len(expected)
             for depth in range(min(num_equal + 1, len(expected))):
                 kind = _kind(self.match + depth)
                 self.expected[kind] = _DECAY * self.expected[kind] + 1.0
                 self.right[kind] = _DECAY * self.right[kind] + (depth < num_equal)
-            self.place += num_equal
+            self.position += num_equal
             self.match += num_equal
             if num_equal == len(new):
                 return
-            if num_equal == len(new) - 1:  # perhaps another token in the place of this one
-                self.place += 1
+            if num_equal == len(new) - 1:  # perhaps another token instead of this one
+                self.position += 1
                 self.match = 0
             else:
                 self.match = _NOWHERE
         self._find(output)
 
     def _find(self, output: np.ndarray) -> None:
-        """Find the place again: the longest match of the output's end, of equals the nearest."""
+        """Find the position again: the longest match of the output's end, of equals the nearest."""
         ends = np.flatnonzero(self.tokens == output[-1])
-        start = min(int(ends.searchsorted(self.place)), len(ends) - MOST_PLACES // 2)
-        places = ends[max(start - MOST_PLACES // 2, 0) :][:MOST_PLACES] + 1
-        if not len(places):
+        start = min(int(ends.searchsorted(self.position)), len(ends) - MOST_POSITIONS // 2)
+        positions = ends[max(start - MOST_POSITIONS // 2, 0) :][:MOST_POSITIONS] + 1
+        if not len(positions):
             return
-        matches = _match_lengths(self.tokens, places, output)
-        distances = np.abs(places - self.place)
+        matches = _match_lengths(self.tokens, positions, output)
+        distances = np.abs(positions - self.position)
         scores = matches + NEAR_LEAD * (distances <= NEAR)
         best = np.lexsort((distances, -scores))[0]
-        self.place, self.match = int(places[best]), int(matches[best])
+        self.position, self.match = int(positions[best]), int(matches[best])
 
     def draft(self, length: int, least: float) -> list[float]:
         """Draft at most `length` tokens; return their probabilities, of the path to each, which are
         at least `least`."""
         probabilities: list[float] = []
         probability = 1.0
-        room = 0 if self.match == _NOWHERE else min(length, len(self.tokens) - self.place)
+        room = 0 if self.match == _NOWHERE else min(length, len(self.tokens) - self.position)
         for depth in range(room):
             kind = _kind(self.match + depth)
             probability *= self.right[kind] / self.expected[kind]
             if probability < max(least, _LEAST):
                 break
             probabilities.append(probability)
-        self.drafted = self.tokens[self.place : self.place + len(probabilities)].tolist()
+        self.drafted = self.tokens[self.position : self.position + len(probabilities)].tolist()
         return probabilities
 
     def observe(self, tree: TokenTree, accepted: Sequence[int]) -> PredictionCounts:
@@ -228,7 +228,7 @@ def merge_chain(
     for edge, parent in zip(edges, parents, strict=True):
         paths.append(min(edge, 1.0) * (1.0 if parent == ROOT else paths[parent]))
     order = sorted(range(len(paths)), key=lambda node: -paths[node])[:max_nodes]
-    index = {node: place for place, node in enumerate(order)}
+    index = {node: rank for rank, node in enumerate(order)}
     likeliest = TokenTree.from_lists(
         [merged_tokens[node] for node in order],
         [index.get(parents[node], ROOT) for node in order],
@@ -242,15 +242,15 @@ def _kind(match: int) -> int:
     return sum(match >= edge for edge in _EDGES)
 
 
-def _match_lengths(tokens: np.ndarray, places: np.ndarray, output: np.ndarray) -> np.ndarray:
-    """Return how many tokens before each place match the output's end, at most `LONGEST_MATCH`.
+def _match_lengths(tokens: np.ndarray, positions: np.ndarray, output: np.ndarray) -> np.ndarray:
+    """Return how many tokens before each position match the output's end, at most `LONGEST_MATCH`.
 
     Args:
         tokens: int32, the prediction.
-        places: int64 [places], at least 1.
+        positions: int64 [positions], at least 1.
         output: int32.
     """
     end = output[: -1 - LONGEST_MATCH : -1]
-    indices = places[:, None] - np.arange(1, len(end) + 1)
+    indices = positions[:, None] - np.arange(1, len(end) + 1)
     equal = (tokens.take(indices, mode="clip") == end) & (indices >= 0)
     return np.where(equal.all(axis=1), len(end), equal.argmin(axis=1))

@@ -196,7 +196,7 @@ def _options(tree_config: TreeConfig, context: DrafterContext) -> dict[str, Any]
 
 def _before_stop(followed: _Followed, tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens up to the one after which the scheduler ends the request."""
-    for place, token in enumerate(tokens, 1):
-        if ends_with(followed.params, token, followed.num_output_tokens + place):
-            return tokens[:place]
+    for count, token in enumerate(tokens, 1):
+        if ends_with(followed.params, token, followed.num_output_tokens + count):
+            return tokens[:count]
     return tokens

@@ -243,8 +243,8 @@ def parse_trace(lines: Iterable[bytes], name: str) -> Trace:
                 steps.append(Step.model_validate_json(line))
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            reason = f"{place}: {first['msg']}" if place else first["msg"]
+            field = ".".join(map(str, first["loc"]))
+            reason = f"{field}: {first['msg']}" if field else first["msg"]
             raise ValueError(f"{name}, line {number}, is no line of a trace: {reason}") from None
         except ValueError as error:
             raise ValueError(f"{name}, line {number}, is no line of a trace: {error}") from None

@@ -18,10 +18,10 @@ class Answer(NamedTuple):
     """A question and the model's answer."""
 
     number: int
-    """Of the question, in the order of their seeds or of the user's file."""
+    """The number of the question, in the order of their seeds or of the user's file."""
     question: str
     token_ids: list[int]
-    """With the token that ended the answer, if one did."""
+    """The answer's, with the token that ended the answer, if one did."""
 
     @property
     def tokens(self) -> np.ndarray:

@@ -13,7 +13,7 @@ from vllm_trie.lab.corpus.answers_file import Answer, AnswersFile
 from vllm_trie.lab.corpus.prompt_format import PromptFormat
 
 OPENING_TOKENS = 24
-"""Of a text that a base model begins at random, and then continues."""
+"""Tokens of a text that a base model begins at random, and then continues."""
 _SEEDS_APART = 1_000_003
 
 
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     """Settings of a synthesis."""
 
     num_tokens: int
-    """Of all answers together; the last batch may exceed it."""
+    """Tokens of all answers together; the last batch may exceed it."""
     temperature: float
     question_tokens: int
     answer_tokens: int

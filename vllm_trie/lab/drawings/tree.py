@@ -29,7 +29,7 @@ class Node(NamedTuple):
 
 
 Children = Sequence[Sequence[int]]
-"""Of each node, with larger indices than its own; the last entry has those of the root."""
+"""The children of each node, which have larger indices; the last entry has those of the root."""
 
 
 def draw_text(

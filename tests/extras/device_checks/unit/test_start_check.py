@@ -115,7 +115,10 @@ def test_the_wait_is_measured_by_steps_without_drafts() -> None:
         prompts=[GREEDY], dtype=torch.float32, run=run, compile=lambda num_drafts: None
     )
     adapter: Any = SimpleNamespace(
-        trees=SimpleNamespace(guard=guard), begin=lambda: None, num_places=4, launches_ahead=True
+        trees=SimpleNamespace(guard=guard),
+        start_drafting=lambda: None,
+        num_draft_tokens=4,
+        launches_ahead=True,
     )
     budget = MagicMock()
     assert start_check._compare(decoder, adapter, budget) is None
@@ -170,9 +173,9 @@ class _Rank:
 
     # Of the adapter:
 
-    num_places, launches_ahead = 4, False
+    num_draft_tokens, launches_ahead = 4, False
 
-    def begin(self) -> None:
+    def start_drafting(self) -> None:
         self._is_drafting = True
 
     def draft(self) -> None:
@@ -247,7 +250,9 @@ def test_a_rank_that_raises_leaves_none_waiting(tmp_path) -> None:
 )
 def test_an_engine_begins_to_draft_or_serves_without(monkeypatch, why, num_workers, state) -> None:
     done: list[str] = []
-    adapter: Any = SimpleNamespace(begin=lambda: done.append("begun"), switch_off=done.append)
+    adapter: Any = SimpleNamespace(
+        start_drafting=lambda: done.append("begun"), switch_off=done.append
+    )
     worker: Any = object.__new__(drafting_worker.DraftingWorkerMixin)
     worker.checks_start = True
     worker.parallel_config = SimpleNamespace(

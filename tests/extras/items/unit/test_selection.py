@@ -18,13 +18,13 @@ def walk(view) -> set[tuple[int, ...]]:
     items = set()
     paths, nodes = [()], np.array([0], dtype=np.int32)
     while len(nodes):
-        ends, goes_on = view.is_terminal(nodes), view.has_children(nodes)
-        assert (ends | goes_on)[1:].all() or nodes[0] == 0
+        ends, continues = view.is_terminal(nodes), view.has_children(nodes)
+        assert (ends | continues)[1:].all() or nodes[0] == 0
         items |= {path for path, end in zip(paths, ends, strict=True) if end}
         children = view.children(nodes)
-        assert set(children.parents.tolist()) == set(np.flatnonzero(goes_on).tolist())
+        assert set(children.parents.tolist()) == set(np.flatnonzero(continues).tolist())
         if nodes[0] != 0:
-            assert (ends | goes_on).all()
+            assert (ends | continues).all()
         paths = [
             (*paths[parent], token)
             for parent, _, token in zip(*(column.tolist() for column in children), strict=True)

@@ -180,7 +180,7 @@ class V2Adapter(Adapter):
     # -- start-up ----------------------------------------------------------------------------------
 
     @property
-    def num_places(self) -> int:
+    def num_draft_tokens(self) -> int:
         """N, draft tokens that vLLM schedules for each request."""
         return self._req_states.num_speculative_steps
 
@@ -207,7 +207,7 @@ class V2Adapter(Adapter):
         self.runner._dummy_run(num_tokens)
         torch.accelerator.synchronize()
 
-    def begin(self) -> None:
+    def start_drafting(self) -> None:
         """Draft from now on: requests before this call are not worth learning from."""
         self._state = "drafting"
 
@@ -317,9 +317,9 @@ class V2Adapter(Adapter):
         """
         self.resume("states", (hidden_states, max_nodes))
         if not (self.runner.use_pp and self.draft()):
-            return batch.idx_mapping.new_zeros((batch.num_reqs, self.num_places))
+            return batch.idx_mapping.new_zeros((batch.num_reqs, self.num_draft_tokens))
         drafts = [self._requests[request_id].drafted for request_id in batch.req_ids]
-        return async_tensor_h2d(packed(drafts, self.num_places), device=self._device)[:, 1:]
+        return async_tensor_h2d(packed(drafts, self.num_draft_tokens), device=self._device)[:, 1:]
 
     def finish(self, output: AsyncOutput) -> None:
         """Attach the step's fillers and the statistics of the steps before to the output that vLLM
@@ -466,8 +466,8 @@ class V2Adapter(Adapter):
         self._num_ahead += 1
         # One launch follows another as fast as steps end, once the engine is as far ahead as it
         # gets. After a while without work it goes on with other requests.
-        goes_on = not following.num_scheduled_tokens.keys().isdisjoint(step.request_ids)
-        if self.trees.budget is not None and self._num_ahead > _MOST_AHEAD and goes_on:
+        continues = not following.num_scheduled_tokens.keys().isdisjoint(step.request_ids)
+        if self.trees.budget is not None and self._num_ahead > _MOST_AHEAD and continues:
             self.trees.budget.observe_unwaited(step.num_decode_tokens, seconds)
 
     def _take_in(self, launched: LaunchedStep, is_timed: bool) -> list[Sequence[int]]:

@@ -208,8 +208,8 @@ class V2TreeAdapter(V2Adapter):
         """
         if batch.num_draft_tokens == 0:
             return None
-        num_places = batch.num_draft_tokens_per_req
-        assert num_places is not None
+        num_draft_tokens = batch.num_draft_tokens_per_req
+        assert num_draft_tokens is not None
         num_computed = np.zeros(batch.num_reqs, dtype=np.int64)
         num_rows = int(batch.cu_num_logits_np[-1])
         # Triton compiles a kernel anew for pointers that are not aligned.
@@ -220,7 +220,7 @@ class V2TreeAdapter(V2Adapter):
         for index, tree in enumerate(trees):
             if not tree.num_nodes:
                 continue
-            num_committed = batch.num_scheduled_tokens[index] - num_places[index]
+            num_committed = batch.num_scheduled_tokens[index] - num_draft_tokens[index]
             text_length = self._requests[batch.req_ids[index]].num_tokens
             num_computed[index] = text_length - num_committed
             first = batch.cu_num_logits_np[index] + 1
@@ -229,7 +229,7 @@ class V2TreeAdapter(V2Adapter):
             parents[nodes] = tree.parents + 1
             if tree.never_accept is not None:
                 parents[nodes][tree.never_accept] = NO_PARENT
-            trees[index] = tree.filled_up(num_places[index])
+            trees[index] = tree.filled_up(num_draft_tokens[index])
         on_device = async_tensor_h2d(rows, device=self._device)
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         tokens = QueryTokens(starts, num_computed, batch.positions, batch.input_ids)

@@ -60,7 +60,7 @@ class DraftingWorkerMixin(_Worker):
         )
         why = next(filter(None, reasons), None)
         if why is None:
-            adapter.begin()
+            adapter.start_drafting()
         else:
             adapter.switch_off(why)
 

@@ -119,8 +119,8 @@ class TokenRows:
         """Return which rows of the text these are, int64 [count]."""
         chosen = []
         for number in range(first, first + count):
-            epoch, place = divmod(number, self.num_rows)
-            chosen.append(self._order(epoch)[place])
+            epoch, position = divmod(number, self.num_rows)
+            chosen.append(self._order(epoch)[position])
         return np.array(chosen, dtype=np.int64)
 
     def _order(self, epoch: int) -> np.ndarray:

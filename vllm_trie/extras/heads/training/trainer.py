@@ -169,8 +169,8 @@ class Trainer:
                 totals[index] += torch.tensor(row, dtype=torch.float64)
         totals[:, [2, 4]] = totals[:, [2, 4]].clamp(min=1)
         return [
-            HeadScore(first / places, five / places, nll / listed)
-            for first, five, places, nll, listed in totals.tolist()
+            HeadScore(first / num_targets, five / num_targets, nll / listed)
+            for first, five, num_targets, nll, listed in totals.tolist()
         ]
 
     @torch.no_grad()
@@ -186,11 +186,11 @@ class Trainer:
             hidden, targets = self._inputs(tokens[first : first + batch_rows])
             for index in range(count):
                 logits, target = _valid(self.heads.head(index, hidden), _shifted(targets, index))
-                for place, temperature in enumerate(grid):
-                    nll[index, place] += F.cross_entropy(
+                for number, temperature in enumerate(grid):
+                    nll[index, number] += F.cross_entropy(
                         logits / temperature, target, reduction="sum", ignore_index=_UNLISTED
                     ).item()
-        return tuple(grid[place] for place in nll.argmin(dim=1).tolist())
+        return tuple(grid[number] for number in nll.argmin(dim=1).tolist())
 
     def state(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, to be read back with `weights_only=True`."""

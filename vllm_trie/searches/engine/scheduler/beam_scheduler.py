@@ -160,7 +160,7 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
         scheduled = scheduler_output.num_scheduled_tokens
         for group in self.beam_groups.by_id.values():
             if group.beams.proxy.request_id in scheduled:
-                group.beams.settle()
+                group.beams.set_placeholders()
 
 
 def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler]:

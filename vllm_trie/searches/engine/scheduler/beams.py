@@ -67,22 +67,22 @@ class Level(NamedTuple):
         return result
 
 
-def beginnings(hypotheses: np.ndarray, depth: int) -> Level:
-    """Return a level whose beams are the distinct beginnings of hypotheses.
+def prefix_level(hypotheses: np.ndarray, depth: int) -> Level:
+    """Return a level whose beams are the distinct prefixes of hypotheses.
 
     Args:
         hypotheses: int64 [hypotheses, tokens].
-        depth: Tokens of a beginning.
+        depth: Tokens of a prefix.
     """
-    places = {tokens.tobytes(): i for i, tokens in _reversed(hypotheses[:, :depth])}
-    first = np.array(sorted(places.values()))
+    firsts = {tokens.tobytes(): i for i, tokens in _reversed(hypotheses[:, :depth])}
+    first = np.array(sorted(firsts.values()))
     return Level(first, hypotheses, first, depth, False)
 
 
 def replay_levels(hypotheses: np.ndarray, computed: Level, selects: bool = True) -> list[Level]:
     """Return the levels that lead from beams with KV to hypotheses behind them.
 
-    A common beginning is computed once. On the last level every hypothesis has a beam of its own,
+    A common prefix is computed once. On the last level every hypothesis has a beam of its own,
     in order.
 
     Args:
@@ -91,13 +91,13 @@ def replay_levels(hypotheses: np.ndarray, computed: Level, selects: bool = True)
         selects: Whether the candidates of the last level are wanted.
 
     >>> hypotheses = np.array([[5, 6], [5, 7], [8, 6]])
-    >>> for level in replay_levels(hypotheses, beginnings(hypotheses, 0)):
+    >>> for level in replay_levels(hypotheses, prefix_level(hypotheses, 0)):
     ...     print(level.parents, level.token_ids, level.selects)
     [0 0] [5 8] False
     [0 0 1] [6 7 6] True
     """
     levels: list[Level] = []
-    beams = places_of(hypotheses[:, : computed.depth], computed.generated)
+    beams = prefix_indices(hypotheses[:, : computed.depth], computed.generated)
     for depth in range(computed.depth + 1, hypotheses.shape[1]):
         keys = np.stack([beams, hypotheses[:, depth - 1]])
         _, first, inverse = np.unique(keys, axis=1, return_index=True, return_inverse=True)
@@ -108,15 +108,15 @@ def replay_levels(hypotheses: np.ndarray, computed: Level, selects: bool = True)
     return levels
 
 
-def places_of(beginning: np.ndarray, generated: np.ndarray) -> np.ndarray:
-    """Return the first place of rows among others, int64 [rows].
+def prefix_indices(prefixes: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    """Return the index of the first of others that equals each prefix, int64 [rows].
 
     Args:
-        beginning: int64 [rows, tokens], each of them one of the others.
+        prefixes: int64 [rows, tokens], each of them one of the others.
         generated: int64 [others, tokens].
     """
-    places = {tokens.tobytes(): i for i, tokens in _reversed(generated)}
-    return np.array([places[tokens.tobytes()] for tokens in beginning])
+    indices = {tokens.tobytes(): i for i, tokens in _reversed(generated)}
+    return np.array([indices[tokens.tobytes()] for tokens in prefixes])
 
 
 def _reversed(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -192,7 +192,7 @@ class GroupBeams:
         self.rows = np.zeros(1, dtype=np.int64)
         self._levels: list[Level] = []  # behind `level`
         self._passes: list[np.ndarray] = []  # behind the present one
-        self._computed = beginnings(np.zeros((1, 0), dtype=np.int64), 0)  # beams with KV
+        self._computed = prefix_level(np.zeros((1, 0), dtype=np.int64), 0)  # beams with KV
         self._anchors: Level | None = None  # whose KV is kept during a step of the search
         self._tables: list[BeamTables] = []
         self._copies: list[TailCopies] = []  # that no step has taken along
@@ -240,7 +240,7 @@ class GroupBeams:
         num_computed, width = self.proxy.num_computed_tokens, self._search.settings.beam_width
         return [width * table.starts_block(num_computed) for table in self._tables]
 
-    def settle(self) -> None:
+    def set_placeholders(self) -> None:
         """Let vLLM schedule what comes next, after a step was scheduled or taken: nothing without
         a placeholder, and no drafts.
 
@@ -275,7 +275,7 @@ class GroupBeams:
         proxy.search_id, proxy.beams = request.request_id, self
         return proxy
 
-    def begin(self, manager: KVCacheManager) -> None:
+    def take_prompt(self, manager: KVCacheManager) -> None:
         """Take over the prompt's KV, which is computed; go on to where the search is."""
         parts = manager.coordinator.single_type_managers
         prompt_len = self._prompt_len
@@ -342,7 +342,7 @@ class GroupBeams:
             return True
         return False
 
-    def follow(self, children: Children) -> None:
+    def take_children(self, children: Children) -> None:
         """Go on with the children that the search has chosen."""
         if self.ahead is not None:  # as the device has, which has copied their tails
             num_computed = self.proxy.num_computed_tokens - 1
@@ -353,7 +353,7 @@ class GroupBeams:
                 table.apply(plan, num_computed, fresh)
             self.ahead = None
         self._begin_step(children.parents)
-        self.settle()
+        self.set_placeholders()
 
     # -- a step of the search ----------------------------------------------------------------------
 
@@ -394,8 +394,8 @@ class GroupBeams:
         room = Room(prompt_len, block_sizes, self._most_blocks, self._most_beams)
         depth, self._passes = cheapest_passes(generated, self._computed.depth, room)
         kept = min(depth, self._computed.depth)
-        ancestors = beginnings(generated, kept)
-        beams = places_of(ancestors.generated, self._computed.generated[:, :kept])
+        ancestors = prefix_level(generated, kept)
+        beams = prefix_indices(ancestors.generated, self._computed.generated[:, :kept])
         for table in self._tables:
             table.back_to(beams, prompt_len + kept)
         self._anchors, self._computed = None, ancestors
@@ -404,7 +404,7 @@ class GroupBeams:
             self.rows = self._passes.pop()
             self._replay(generated)
         elif depth > kept:
-            self._replay(beginnings(generated, depth).generated, selects=False)
+            self._replay(prefix_level(generated, depth).generated, selects=False)
         else:
             self._keep_anchors()
 

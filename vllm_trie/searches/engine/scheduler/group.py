@@ -112,7 +112,7 @@ class BeamGroup:
         if self._prefill_stats is None and stats is not None:
             stats.finalize(manager.estimate_cached_tokens(self.beams.proxy))
             self._prefill_stats = stats
-        self.beams.begin(manager)
+        self.beams.take_prompt(manager)
 
     def take_candidates(self, candidates: StepCandidates | None) -> None:
         """Keep the candidates that the worker has selected in a pass."""

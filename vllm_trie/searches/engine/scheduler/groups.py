@@ -290,7 +290,7 @@ class BeamGroups:
             self._remove(group)
             return
         self.counters.beams_forked += len(children) - len(set(children.parents.tolist()))
-        group.beams.follow(children)
+        group.beams.take_children(children)
 
     def drop_finished(self) -> None:
         """Forget groups and refused requests that no client waits for any more."""

@@ -153,9 +153,9 @@ def take_outputs(
     return rest, ready
 
 
-def _drop(cached: CachedRequestData, places: set[int]) -> None:
-    """Take the requests in these places out."""
-    for i in places:
+def _drop(cached: CachedRequestData, indices: set[int]) -> None:
+    """Take the requests with these indices out."""
+    for i in indices:
         cached.resumed_req_ids.discard(cached.req_ids[i])
         cached.all_token_ids.pop(cached.req_ids[i], None)
     lists: tuple[list[Any], ...] = (
@@ -166,7 +166,7 @@ def _drop(cached: CachedRequestData, places: set[int]) -> None:
         cached.num_output_tokens,
     )
     for values in lists:
-        values[:] = [value for i, value in enumerate(values) if i not in places]
+        values[:] = [value for i, value in enumerate(values) if i not in indices]
     # A cached property of the old lists.
     cached.__dict__.pop("_req_id_to_num_output_tokens", None)
 
