@@ -11,11 +11,13 @@ or in torch. The wheel stays in the user's cache folder for the next time.
 
 import argparse
 import importlib.util
-import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from vllm_trie.lab.check.other_vllm import download
+from vllm_trie.refusal import RefusedError
 
 NOT_TAKEN = (".so", ".pyd", ".ptx", ".cubin")
 
@@ -47,17 +49,6 @@ def lay_over(wheel, installed, folder):
     return len(names), len(compiled)
 
 
-def download(version):
-    """Return the path of the wheel of vLLM's GPU build, fetched where it is not in the cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_trie"
-    folder = cache / "wheels"
-    if not (wheels := [*folder.glob(f"vllm-{version}-*.whl")]):
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--dest", folder, f"vllm=={version}"], check=True)
-        wheels = [*folder.glob(f"vllm-{version}-*.whl")]
-    return wheels[0]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("version", help="release of vLLM, such as 0.33.0")
@@ -71,7 +62,11 @@ def main():
     if found is None:
         raise SystemExit("error: vLLM's CPU build is not installed; run this with .venv/bin/python")
     [installed] = found.submodule_search_locations
-    files, links = lay_over(given.wheel or download(given.version), installed, given.folder)
+    try:
+        wheel = given.wheel or download(given.version, print)
+    except RefusedError as error:
+        raise SystemExit(f"error: {error}") from None
+    files, links = lay_over(wheel, installed, given.folder)
     if given.packages:
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", given.folder]
         subprocess.run([*command, *given.packages], check=True)

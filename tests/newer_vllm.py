@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import ROOT, one_at_a_time
 
-VERSION = "0.33.0"
+VERSION = os.environ.get("NEWER_VLLM", "0.33.0")
 _FOLDER = ROOT / ".venv" / f"vllm-{VERSION}"
 
 

@@ -56,7 +56,8 @@ FLOORS = {
         "constraint beam_support", "search_wire", "frontend scheduler worker"
     ),
     "vllm_trie.lab": floors(
-        "tiny_model smollm2 drawings",
+        "cache tiny_model drawings",
+        "smollm2",
         "local_engine",
         "explore corpus",
         "demo",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,12 +36,12 @@ Those of another platform stay out: vLLM's CPU worker puts placeholders into ``t
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the table was written for."""
 
-Status = Literal["ok", "missing", "changed"]
+Status = Literal["ok", "missing", "changed", "not checked"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How one :class:`Patch` fits the installed vLLM; ``detail`` is empty if it does."""
+    """How one :class:`Patch` fits a vLLM; ``detail`` is empty if it does."""
 
     target: str
     reason: str
@@ -60,7 +60,7 @@ class Finding:
 def entries() -> tuple[Patch, ...]:
     """Return every symbol of vLLM that the plugin touches, on all platforms."""
     for platform in ("any", "cpu", "cuda"):
-        _load(platform)
+        load(platform)
     return tuple(sorted(record.ENTRIES, key=lambda p: (p.target, p.feature, p.scope)))
 
 
@@ -68,7 +68,7 @@ def patches_here(feature: Feature | None = None) -> list[Patch]:
     """Return the entries for vLLM's present platform, of one feature or of all."""
     here = _platforms()
     for platform in here:
-        _load(platform)
+        load(platform)
     return [p for p in record.ENTRIES if p.platform in here and feature in (None, p.feature)]
 
 
@@ -88,7 +88,7 @@ def modules(platform: Platform) -> Iterator[tuple[Feature, str]]:
 
 
 @functools.cache
-def _load(platform: Platform) -> tuple[Finding, ...]:
+def load(platform: Platform) -> tuple[Finding, ...]:
     """Import a platform's hook modules, which record their entries; return what fails."""
     failures = []
     for feature, module in modules(platform):
@@ -105,12 +105,26 @@ def check(patches: Iterable[Patch] | None = None) -> list[Finding]:
     if patches is not None:
         return [check_patch(patch) for patch in patches]
     findings = [check_patch(patch) for patch in patches_here()]
-    return [*(failure for platform in _platforms() for failure in _load(platform)), *findings]
+    return [*(failure for platform in _platforms() for failure in load(platform)), *findings]
 
 
-def check_patch(patch: Patch) -> Finding:
-    """Compare one entry of the table with the installed vLLM."""
-    status, detail = _compare(patch)
+def _parameters_here(target: str, is_called: bool) -> Sequence[str]:
+    symbol = resolve(target)
+    return tuple(inspect.signature(symbol).parameters) if is_called else ()
+
+
+def check_patch(
+    patch: Patch, parameters_of: Callable[[str, bool], Sequence[str]] = _parameters_here
+) -> Finding:
+    """Compare one entry of the table with a vLLM, by default the installed one.
+
+    Args:
+        patch: The entry.
+        parameters_of: Takes a target and whether it is called, and returns the names of its
+            parameters then. Raises ImportError or AttributeError if it is not there, and
+            NotImplementedError if nobody can tell.
+    """
+    status, detail = _compare(patch, parameters_of)
     return Finding(
         patch.target,
         patch.reason,
@@ -122,14 +136,18 @@ def check_patch(patch: Patch) -> Finding:
     )
 
 
-def _compare(patch: Patch) -> tuple[Status, str]:
+def _compare(
+    patch: Patch, parameters_of: Callable[[str, bool], Sequence[str]]
+) -> tuple[Status, str]:
     try:
-        symbol = resolve(patch.target)
+        parameters = parameters_of(patch.target, patch.parameters is not None)
     except (ImportError, AttributeError) as error:
         return "missing", f"{type(error).__name__}: {error}"
+    except NotImplementedError as error:
+        return "not checked", str(error)
     if patch.parameters is None:
         return "ok", ""
-    names = [name for name in inspect.signature(symbol).parameters if name not in ("self", "cls")]
+    names = [name for name in parameters if name not in ("self", "cls")]
     positions = [names.index(name) if name in names else -1 for name in patch.parameters]
     if -1 in positions or positions != sorted(positions):
         return "changed", f"expected parameters {patch.parameters}, found {tuple(names)}"

