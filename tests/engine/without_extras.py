@@ -1,8 +1,7 @@
-"""An engine that drafts, verifies and searches; prints what it did."""
+"""An engine that drafts, verifies and searches, and what it did."""
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -19,20 +18,16 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def main() -> None:
+def run() -> dict[str, Any]:
+    """Decode and search without extras."""
     from vllm import LLM, SamplingParams
 
     texts, params = prompts(4), SamplingParams(temperature=0.0, max_tokens=60)
     expected = generate(LLM(str(model_path()), **SETTINGS), texts, params)
     llm = LLM(str(model_path()), **SETTINGS, **speculation("ngram_trie", 16))
-    result = {
+    return {
         "differences": differences(expected, generate(llm, texts, params)),
         "accepted": accepted_tokens(llm),
         "hypotheses": run_cases(llm, str(model_path()), few_cases()),
         "extras": [name for name in sys.modules if name.startswith("vllm_trie.extras.")],
     }
-    print("RESULT " + json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
