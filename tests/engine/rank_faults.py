@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
+from vllm_trie.extras.union.drafter import TrieUnionDrafter
 from vllm_trie.tree import TokenTree
 
 METHOD = "rank_faults"
@@ -23,8 +23,8 @@ def fault_of(num_prompt_tokens: int) -> str:
     return FAULTS[num_prompt_tokens % len(FAULTS)]
 
 
-class RankFaultDrafter(NgramTrieDrafter):
-    """The n-gram-trie drafter, with faults after a request's first 20 output tokens."""
+class RankFaultDrafter(TrieUnionDrafter):
+    """The union of n-grams and heads, with faults after a request's first 20 output tokens."""
 
     name = METHOD
 

@@ -1,8 +1,8 @@
 """Generates on two tensor-parallel ranks: `python -m tests.engine.tensor_parallel_run FILE`.
 
 FILE holds prompts, the number of tokens and the speculative configurations by name as JSON; it is
-replaced by the outputs and the counters of each, and the number of hypotheses of native searches
-that equal the oracle's. One engine runs after another.
+replaced by the outputs and the counters of each, and of one the number of hypotheses of native
+searches that equal the oracle's. One engine runs after another.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from tests.engine.sleeping_ranks import let_ranks_sleep
 from vllm_trie.lab.tiny_model import model_path
 
 
-def engine(**options: Any) -> LLM:
-    return LLM(
+def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine, and look at its counters before it searches."""
+    llm = LLM(
         str(model_path()),
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
+        max_num_seqs=32,
+        block_size=32,
         kv_cache_memory_bytes=40 << 20,
         tensor_parallel_size=2,
         disable_log_stats=False,
-        **options,
+        speculative_config=speculative_config,
     )
-
-
-def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
-    llm = engine(max_num_seqs=8, speculative_config=speculative_config)
     params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -44,7 +43,11 @@ def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[st
         ours = metric.name.startswith("vllm:trie_")
         if ours and metric.labels["method"] == speculative_config["method"]:
             counters[metric.name] = counters.get(metric.name, 0) + metric.value
-    return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "counters": counters}
+    result = {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "counters": counters}
+    if speculative_config["method"] == "lookahead_trie":
+        cases = few_cases()
+        result["hypotheses"] = run_mixed(llm, str(model_path()), cases, greedy_requests(6))
+    return result
 
 
 def main(file: Path) -> None:
@@ -54,8 +57,6 @@ def main(file: Path) -> None:
     for name, speculative_config in job["engines"].items():
         results[name] = generate(job, speculative_config)
         gc.collect()  # ends the engine and its ranks
-    llm = engine(max_num_seqs=32, block_size=32)
-    results["hypotheses"] = run_mixed(llm, str(model_path()), few_cases(), greedy_requests(6))
     file.write_text(json.dumps(results))
 
 
