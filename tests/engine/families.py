@@ -121,7 +121,7 @@ def _tree(model_type: str, size: Config = _SIZE, **values: Any) -> Family:
 
 def _windowed(model_type: str, size: Config, embedding_std: float = 5.0, **values: Any) -> Family:
     config = {"model_type": model_type, "sliding_window": WINDOW, **size, **values}
-    return Family(config, "chain", "sliding-window", embedding_std)
+    return Family(config, embedding_std=embedding_std, is_full=False)
 
 
 def _seeing(name: str, rope: Config, vision: Config, embedding_std: float = 5.0) -> Family:
@@ -191,8 +191,7 @@ FAMILIES: dict[str, Family] = {
             "no_rope_layers": [1, 1, 1, 0],
             "attention_chunk_size": WINDOW,
         },
-        "chain",
-        f"attention_chunk_size={WINDOW}",
+        is_full=False,
     ),
     "Qwen 2.5 VL": _seeing("qwen2_5_vl", {}, {"patch_size": 14, "fullatt_block_indexes": [0]}),
     "Qwen 3 VL": _seeing(

@@ -166,7 +166,7 @@ def test_models_without_trees(tmp_path, name):
     assert ("verification='chain'" in message) == (family.drafts == "chain")
     plain = engine_config(**settings, speculative_config=None)
     # Forks of beams copy whole blocks, which these models' caches do not allow, or do.
-    served = name in ("DeepSeek V2", "Qwen 2.5 VL", "Qwen 3 VL", "fp8 KV cache")
+    served = name in ("DeepSeek V2", "fp8 KV cache")
     assert (reason_off(plain) is None) == served
     if family.drafts == "none":
         assert family.reason in refusal(**settings)
@@ -183,23 +183,6 @@ def test_a_model_without_trees_says_so_at_start_up(tmp_path, caplog, monkeypatch
         engine_config(model=path)
     assert "verified as chains" in caplog.text
     assert "(MLA) is not supported" in caplog.text
-
-
-@pytest.mark.usefixtures("experts_group")
-def test_layers_with_sinks(engine, tmp_path):
-    """What only the layers know is refused when they are made."""
-    full = {"layer_types": ["full_attention"] * 4, "sliding_window": None}
-    path = write_config(tmp_path / "model", FAMILIES["gpt-oss"].config | full)
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128}
-    with pytest.raises(ValueError, match="attention sinks") as caught:
-        engine(model=path, speculative_config=TREES, **options)
-    assert "verification='chain'" in str(caught.value)
-
-
-def test_a_sliding_window_that_is_switched_off(tmp_path):
-    path = write_config(tmp_path / "model", FAMILIES["Mistral"].config)
-    vllm_config = engine_config(model=path, disable_sliding_window=True, max_model_len=32)
-    assert config.read(vllm_config).method == "ngram_trie"
 
 
 @pytest.mark.parametrize(

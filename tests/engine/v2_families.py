@@ -49,7 +49,7 @@ CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "f
 TREES = {**CHAINS, "num_speculative_tokens": 12, "verification": "tree"}
 EXPERTS = "Qwen 3 MoE"
 """Returns the experts of each token."""
-IN_TREES = (EXPERTS, "Qwen 3 VL")
+IN_TREES = (EXPERTS, "Qwen 3 VL", "gpt-oss")
 """Verified as trees, most with the true path in them."""
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL", EXPERTS)
 """Windows and soft caps, sinks, attention in chunks, and positions of images; and experts."""

@@ -124,12 +124,6 @@ def _has_state(config: VllmConfig) -> bool:
     return bool(model.is_hybrid or model.is_attention_free or model.has_inner_state)
 
 
-def _windows_in_layers(config: VllmConfig) -> bool:
-    model = config.model_config
-    layer_types = getattr(model.hf_text_config, "layer_types", None) or ()
-    return model.get_sliding_window() is None and "sliding_attention" in layer_types
-
-
 def _stages(config: VllmConfig) -> int:
     """Return the number of pipeline stages, 0 for one."""
     size = config.parallel_config.pipeline_parallel_size
@@ -148,11 +142,6 @@ def _changes_v2_sampling(config: VllmConfig) -> str | None:
     }
     return next((name for name, part in settings.items() if getattr(part, name, None)), None)
 
-
-_NO_WINDOW = (
-    "{model}: sliding-window attention is not supported; if the model allows it, set "
-    "disable_sliding_window=True"
-)
 
 # fmt: off
 PLATFORM_LIMITS: tuple[Limit, ...] = (
@@ -207,15 +196,11 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "multi-head latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "{model}: multi-head latent attention (MLA) is not supported"),
-    Limit(TREES, "soft caps on attention scores",
-        lambda c: getattr(c.model_config.hf_text_config, "attn_logit_softcapping", None),
-        "{model}: soft caps on attention scores (attn_logit_softcapping={found}) are not "
-        "supported"),
-    Limit(TREES + BEAMS, "sliding windows, unless `disable_sliding_window` lifts them",
-        lambda c: c.model_config.get_sliding_window() is not None, _NO_WINDOW),
-    Limit(TREES, "sliding windows in some layers, with `disable_sliding_window` too",
-        _windows_in_layers, _NO_WINDOW),
-    Limit(TREES + BEAMS, "attention in chunks",
+    Limit(BEAMS, "sliding windows, unless `disable_sliding_window` lifts them",
+        lambda c: c.model_config.get_sliding_window() is not None,
+        "{model}: sliding-window attention is not supported; if the model allows it, set "
+        "disable_sliding_window=True"),
+    Limit(BEAMS, "attention in chunks",
         lambda c: getattr(c.model_config, "attention_chunk_size", None),
         "{model}: attention in chunks (attention_chunk_size={found}) is not supported; run this "
         "model without vllm-trie"),
