@@ -6,7 +6,7 @@ programs as the kernel's buffers are made for::
 
     python -m tests.engine.gpu_compile_run --all
 
-It also compiles each kernel as it was launched elsewhere, vLLM's too, for the devices by turns::
+It also compiles kernels as they were launched elsewhere, for the devices by turns::
 
     python -m tests.engine.gpu_compile_run --launches FILE [--all]
 """

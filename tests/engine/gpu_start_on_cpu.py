@@ -9,14 +9,14 @@ buffers and metadata.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
+from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker as stock_cpu_worker
 from vllm.v1.worker import gpu_worker
@@ -93,6 +93,7 @@ def start_as_on_a_gpu() -> None:
     CpuPlatform._global_graph_pool = None
     CpuPlatform.graph_pool_handle = classmethod(lambda cls: object())
     CpuPlatform.get_global_graph_pool = classmethod(lambda cls: object())
+    triton_attn.NUM_PAR_SOFTMAX_SEGMENTS = 2  # instead of 16, each of which is a program
     gpu_worker.kernel_warmup = lambda worker: None  # kernels of devices and models
     adaptive_verification._PROFILE_REPLAYS = 1
     start_check._slowdown = lambda *runs: None  # the interpreter's times say nothing
@@ -121,19 +122,10 @@ def _choose_attention(for_trees: bool) -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
-@contextlib.contextmanager
-def _part(name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    print(f"  {name}: {time.perf_counter() - start:.1f} s", flush=True)
-
-
-class PlainStart(stock_cpu_worker.CPUWorker):
-    """A worker on a CPU that starts as vLLM's on a GPU does."""
+class _Start(stock_cpu_worker.CPUWorker):
+    """vLLM's part of the start as on a GPU."""
 
     def init_device(self) -> None:
-        if type(self) is PlainStart:
-            _choose_attention(for_trees=False)
         super().init_device()
         init_workspace_manager(self.device)
 
@@ -141,24 +133,20 @@ class PlainStart(stock_cpu_worker.CPUWorker):
         """Leave out what would watch Triton's compiler, which does not run."""
 
     def determine_available_memory(self) -> int:
-        with _part("profile_run"):
-            self.model_runner.profile_run()
-        with _part("profile_cudagraph_memory"):
-            self.model_runner.profile_cudagraph_memory()
+        self.model_runner.profile_run()
+        self.model_runner.profile_cudagraph_memory()
         return self.cache_config.kv_cache_memory_bytes
 
     def compile_or_warm_up_model(self) -> Any:
-        with _part("warmup_kernels, capture_model"):
-            return gpu_worker.Worker.compile_or_warm_up_model(self)
+        return gpu_worker.Worker.compile_or_warm_up_model(self)
 
 
-class DraftingStart(cpu_worker.TreeCPUWorker, PlainStart):
-    """The same with the plugin's methods, and its check at start-up."""
+class DraftingStart(cpu_worker.TreeCPUWorker, _Start):
+    """A worker on a CPU that starts as on a GPU, with the check of its attention."""
 
     checks_start = True
 
     def compile_or_warm_up_model(self) -> Any:
         if config.verification(self.vllm_config) == "tree":
-            with _part("check_device"):
-                device_checks.append(check_device(self.model_runner, CHECKED, splits=(1, 2)))
+            device_checks.append(check_device(self.model_runner, CHECKED, splits=(1, 2)))
         return super().compile_or_warm_up_model()

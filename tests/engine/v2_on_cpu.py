@@ -12,9 +12,7 @@ rejection sampler, its scheduler; attention is the CPU's.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
-import inspect
 import os
 import threading
 import time
@@ -32,36 +30,20 @@ triton.backends.backends["cpu"] = SimpleNamespace(
     driver=SimpleNamespace(is_active=lambda: True), compiler=None
 )
 
-from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.unit.attention.shuffled_programs import shuffle_programs
 
-# A third of the interpreter's time: it checks each sum for overflow, and looks for the functions
-# that it replaces at each launch.
+# The interpreter checks each sum for overflow, for a part of its time.
 interpreter.interpreter_builder.options = dataclasses.replace(
     interpreter.interpreter_builder.options, sanitize_overflow=False
 )
-
-
 shuffle_programs()
 
 # vLLM calls it eight times when an engine starts: up to 3 s. The programs keep their engines.
 gc.collect = lambda generation=2: 0
 
-
-@functools.cache
-def _builtins_of(package: Any) -> list[tuple[str, Any]]:
-    return [member for member in inspect.getmembers(package) if core.is_builtin(member[1])]
-
-
-def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    for name, member in _builtins_of(package):
-        interpreter._patch_attr(package, name, member, builder, scope)
-
-
-interpreter._patch_builtin = _patch_builtin
 
 _load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 

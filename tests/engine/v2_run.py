@@ -27,7 +27,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.engine.beam.cases import request_of
+from tests.engine.beam.cases import few_cases, request_of, run_cases
+from tests.engine.beam.gpu_runners_run import passes_at_start
 from tests.engine.beam.lora import make_adapter
 from tests.engine.beam.oracle import Case
 from tests.engine.compare import (
@@ -37,6 +38,7 @@ from tests.engine.compare import (
     preemptions,
     session_answers,
     session_texts,
+    step_to_the_end,
     tell_oracle,
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
@@ -59,7 +61,6 @@ from tests.engine.v2_trees import (
 )
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.drafts.engine.runners import v2_lengths
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
@@ -265,9 +266,7 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
     result["waits"] = waits.summary()
     result |= run_other_drafters(llm, plain) if result["async"] else run_adapters(llm, plain)
-    for _ in range(3):  # let the worker hear of the last ones
-        if scheduler_of(llm).has_requests():
-            llm.llm_engine.step()
+    step_to_the_end(llm)
     result["requests_left"] = len(runner.adapter._requests) + len(runner.req_states.req_id_to_index)
     result["blocks_lost"] = before - free_blocks(llm)
     counters = {metric.name: metric for metric in llm.get_metrics()}
@@ -307,9 +306,7 @@ def run_ahead(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
     put_in(llm, FaultyDrafter)
     result["faulty"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
-    for _ in range(3):  # let the worker hear of the last ones
-        if scheduler_of(llm).has_requests():
-            llm.llm_engine.step()
+    step_to_the_end(llm)
     return {
         **result,
         "ahead": [sum(ahead), len(ahead)],
@@ -359,9 +356,7 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
             for tokens, step in HiddenStateDrafter.steps
             if step is not None and step.tree.num_nodes
         ]
-    for _ in range(3):  # let the worker hear of the last ones
-        if scheduler_of(llm).has_requests():
-            llm.llm_engine.step()
+    step_to_the_end(llm)
     result["requests_left"] = len(runner_of(llm).adapter._requests)
     result["blocks_lost"] = before - free_blocks(llm)
     return result
@@ -542,10 +537,53 @@ def compare_all(folder: Path) -> dict[str, Any]:
         "differences": differences(plain["long"][:3], outputs),
     }
     result["families"] = compare_families(TESTED, LONG)
-    if v2_lengths.HAS_ROW_PER_PLACE:  # once, with the oldest vLLM
-        requests = TEXTS[:4], greedy()
-        result |= compare_neural(engine, requests, plain["long"][:4], folder)
+    result |= compare_neural(engine, (TEXTS[:4], greedy()), plain["long"][:4], folder)
     return {**result, "walks": differing_walks(20), "deliveries": differing_deliveries(20)}
+
+
+def compare_newer(folder: Path) -> dict[str, Any]:
+    """What a release of vLLM can change below the plugin: steps, preemptions and verification,
+    masks of grammars, adapters, searches on the device and the check of them."""
+    kept = [engine(async_scheduling=False, **ADAPTERS)]  # to the end: see `v2_families._kept`
+    llm, adapters = kept[0], make_adapters(folder)
+    plain = {
+        "greedy": generate(llm, TEXTS, MIXED),
+        "seeds": generate(llm, TEXTS[:4], SEEDS),
+        "structured": structured(llm),
+        "adapters": adapters,
+        "adapted": adapted(llm, adapters),
+    }
+    tell_oracle([*plain["greedy"], *plain["seeds"]])
+    result: dict[str, Any] = {}
+    for name, options in {
+        "ahead": {"speculative_config": AHEAD, **ADAPTERS},
+        "trees": {"speculative_config": TREES},
+    }.items():
+        llm, is_exact = engine(**options), name == "trees"
+        kept.append(llm)
+        before, totals = free_blocks(llm), trees_of(llm).totals
+        if is_exact:
+            put_in(llm, OracleDrafter)
+        with preemptions(llm) as preempted:
+            outputs = generate(llm, TEXTS, MIXED)
+        seeds, count = (SEEDS, 4) if is_exact else (SEEDS_WITHOUT_DRAFTS, 3)
+        seeded = generate(llm, TEXTS[:count], seeds[:count])
+        result[name] = {
+            "preempted": len(preempted),
+            "greedy": differences(plain["greedy"], outputs),
+            "seeds": differences(plain["seeds"][:count], seeded),
+            "structured": differences(plain["structured"], structured(llm)),
+            "steps": [totals.steps, totals.tokens],
+        }
+        if not is_exact:
+            result[name] |= run_adapters(llm, plain)
+        step_to_the_end(llm)
+        result[name]["blocks_lost"] = before - free_blocks(llm)
+    llm = engine(max_num_seqs=16, num_gpu_blocks_override=None)
+    cases = few_cases(length=20, max_tokens=8)[:3]
+    result["hypotheses"] = run_cases(llm, str(model_path()), cases)
+    result["check"] = passes_at_start(llm)
+    return result
 
 
 def main() -> None:
@@ -555,6 +593,9 @@ def main() -> None:
         # Fills memory that nothing has written: what reads it fails each time.
         torch.use_deterministic_algorithms(True, warn_only=True)
         result = {"replayed": replayed(), **check_faults()}
+    elif sys.argv[1:] == ["newer"]:
+        with tempfile.TemporaryDirectory() as folder:
+            result = compare_newer(Path(folder))
     elif sys.argv[1:]:
         count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
         result = compare_random_requests(int(count), int(seed), method)

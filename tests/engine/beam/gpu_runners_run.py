@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, greedy_requests, prompt, request_of
 from tests.engine.beam.oracle import Case, constrained_search
+from tests.engine.compare import step_to_the_end
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of
 from tests.engine.v2_waits import Waits
 from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
@@ -63,7 +64,6 @@ class Load(NamedTuple):
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TREES = {**CHAINS, "verification": "tree"}
 CASES = {
-    "default": Load({"num_gpu_blocks_override": 9}, overcommits=True, searches=10),
     "rules and catalogues": Load({}, is_constrained=True),
     "no prefix caching, synchronous": Load(
         {"enable_prefix_caching": False, "async_scheduling": False}
@@ -158,22 +158,28 @@ def run_constrained(llm: LLM) -> dict[str, Any]:
     return {"compared": sum(map(len, expected))}
 
 
-def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None, str | None]:
-    """What the check at a start says, whether the device began steps, and what the check says to a
-    device that copies no tails, and to one that raises."""
-
-    def fault(*arguments: Any) -> None:
-        raise RuntimeError("a fault of the device")
-
+def passes_at_start(llm: LLM) -> tuple[str | None, bool]:
+    """What the check at a start says, and whether the device began steps."""
     core, counters = llm.llm_engine.engine_core.engine_core, scheduler_of(llm).beam_counters
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_check, "_WIDTHS", (3,))  # the interpreter is slow
         patch.setattr(search_check, "_NUM_ORDINARY", 1)
-        reason, ahead = search_check.reason_against_searches(core), counters.steps_ahead > 20
+        return search_check.reason_against_searches(core), counters.steps_ahead > 20
+
+
+def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None, str | None]:
+    """The same, and what the check says to a device that copies no tails, and to one that
+    raises."""
+
+    def fault(*arguments: Any) -> None:
+        raise RuntimeError("a fault of the device")
+
+    passed = passes_at_start(llm)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_beams, "_copy_blocks", lambda *arguments: None)
-        without_copies = search_check.reason_against_searches(core)
+        without_copies, _ = passes_at_start(llm)
         patch.setattr(device_beams, "_copy_blocks", fault)
-        return reason, ahead, without_copies, search_check.reason_against_searches(core)
+        return *passed, without_copies, passes_at_start(llm)[0]
 
 
 @contextmanager
@@ -214,9 +220,7 @@ def run_load(load: Load, catalogue: str) -> dict[str, Any]:
     waits = Waits(llm) if is_async else None
     before = free_blocks(llm)
     result = run_constrained(llm) if load.is_constrained else run(llm, load.searches)
-    for _ in range(3):  # let the worker hear of the last ones
-        if scheduler.has_requests():
-            llm.llm_engine.step()
+    step_to_the_end(llm)
     if waits is not None:
         result["waits"] = waits.summary()
     if load.is_constrained:

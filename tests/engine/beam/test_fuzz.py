@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.beam.cases import prompt
+from tests.engine.compare import step_to_the_end
 from tests.engine.conftest import scheduler_of
 
 
@@ -94,8 +95,6 @@ def test_random_load_with_aborts(engine, eos_heavy_model, requests, alone, prefi
     assert compared > 30
     assert scheduler_of(llm).beam_counters.beams_preempted > preempted
     scheduler = scheduler_of(llm)
-    for _ in range(3):  # let the worker hear of the last ones
-        if scheduler.has_requests():
-            llm_engine.step()
+    step_to_the_end(llm)
     assert not scheduler.requests
     assert not scheduler.beam_groups.by_id

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import needs_triton
-from tests.newer_vllm import newer_vllm
 from tests.processes import run_program
 
 # -- the classes of a GPU's engine -----------------------------------------------------------------
@@ -22,28 +21,12 @@ def on_gpus_runners() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        "default",
-        "rules and catalogues",
-        "no prefix caching, synchronous",
-        "beside chains",
-        "beside trees",
-    ],
+    ["rules and catalogues", "no prefix caching, synchronous", "beside chains", "beside trees"],
 )
 def test_hypotheses_are_those_of_transformers_on_a_gpus_runner(
     on_gpus_runners: dict[str, Any], case: str
 ) -> None:
-    check(case, on_gpus_runners[case])
-
-
-@needs_triton
-@pytest.mark.slow
-def test_searches_and_their_check_on_the_newer_vllm() -> None:
-    case = "rules and catalogues"
-    check(case, run_program("tests.engine.beam.gpu_runners_run", case, **newer_vllm())[case])
-
-
-def check(case: str, result: dict[str, Any]) -> None:
+    result = on_gpus_runners[case]
     assert result["compared"] >= 20
     assert result["beams_forked"] > 20
     if case == "rules and catalogues":  # whose check searches ahead, too
@@ -51,9 +34,9 @@ def check(case: str, result: dict[str, Any]) -> None:
         assert "differ by" in result["start"][2]
         assert result["start"][3] == "RuntimeError: a fault of the device"
     assert result["groups_failed"] == result["blocks_lost"] == result["requests_left"] == 0
-    if case in ("default", "beside chains", "beside trees"):  # whose groups fight for blocks
+    if case.startswith("beside"):  # whose groups fight for blocks
         assert result["beams_preempted"] > 0
-    if case in ("default", "rules and catalogues", "beside chains", "beside trees"):
+    if case != "no prefix caching, synchronous":
         # On V2, asynchronously, nobody waits but who fetches an output, once, and who drafts.
         waits = result["waits"]
         assert waits["step"][:2] == [0, int(case.startswith("beside"))], waits
