@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 _ENVIRONMENT = {
     # Idle OpenMP threads that spin slow a busy machine down 10 to 100 times.
@@ -44,19 +46,53 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit("the C++ cores do not compile", returncode=1)
 
 
+@pytest.fixture(scope="session")
+def full_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server with all that requests can ask for; the files of `SHARE_A_SERVER` ask it."""
+    from tests.engine import hostile
+    from tests.engine.serving import running
+
+    folder = tmp_path_factory.mktemp("server")
+    with running(folder / "log", *hostile.server_options(folder)) as server:
+        yield server
+
+
+SHARE_A_SERVER = (
+    "tests/engine/beam/test_server.py",
+    "tests/extras/predictions/engine/test_http.py",
+    "tests/extras/traces/engine/test_http.py",
+    "tests/engine/test_hostile.py",
+)
+"""In this order: the last one attacks it."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a process one file at a time, or all files that share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "a server" if file in SHARE_A_SERVER else file
+
+    return Scheduling(config, log)
+
+
 LONGEST = (
+    "test_v2",
     "test_clean_room",
     "test_examples",
-    "test_benchmarks",
-    "test_v2",
-    "test_http",
-    "test_patches",
-    "test_configuration",
-    "test_exactness",
-    "test_gpu",
-    "test_tensor_parallel",
-    "test_validate",
     "test_gpu_classes",
+    "test_http",
+    "test_benchmarks",
+    "test_exactness",
+    "test_configuration",
+    "test_gpu",
+    "test_validate",
+    "test_tensor_parallel",
+    "test_patches",
+    "test_deletion",
 )
 """Engine test files that start first: at the end, one test process would work on them alone."""
 
@@ -64,11 +100,14 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts an engine, and run it last: a broken unit shows in the first minute."""
 
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, int]:
         if item.get_closest_marker("engine") is None:
-            return -1
+            return -1, 0
+        path = item.path.relative_to(item.config.rootpath).as_posix()
+        if path in SHARE_A_SERVER:
+            return len(LONGEST), SHARE_A_SERVER.index(path)
         name = item.path.stem
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST) + 1, 0
 
     for item in items:
         if "engine" in item.path.relative_to(item.config.rootpath).parts[:-1]:

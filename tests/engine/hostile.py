@@ -26,6 +26,8 @@ from vllm_trie.searches.engine.constraint import option_names
 INTEGERS = random_items(1, 600, 0, (4, 4), branching=60)
 TEXTS = random_items(2, 300, 0, (1, 5), branching=40)
 """Items of two catalogues; both have fewer nodes than the vocabulary has tokens."""
+MIXED = random_items(5, 500, 0, (1, 4), branching=40)
+"""Of a third one, which is not attacked."""
 
 LIMITS = (0, 1, -1, 3, 255, 4096, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**40)
 ABSURD: tuple[Any, ...] = (
@@ -271,10 +273,15 @@ def attack(server: Server, num_requests: int, seed: int) -> Figures:
 
 
 def server_options(folder: Path) -> list[str]:
-    """Return the options of the server that is attacked."""
+    """Return the options of a server with all that requests can ask for, which is attacked.
+
+    Args:
+        folder: Gets what the server needs and keeps, traces in `traces`.
+    """
     catalogues = {
         "integers": str(write(folder / "integers.trie", INTEGERS)),
         "texts": str(write(folder / "texts.trie", TEXTS, text_ids=True, weights=True)),
+        "mixed": str(write(folder / "mixed.trie", MIXED)),
     }
     (folder / "traces").mkdir()
     (folder / "store").mkdir()
@@ -283,6 +290,7 @@ def server_options(folder: Path) -> list[str]:
         **{"store_path": str(folder / "store"), "recycle": True},
     }
     return [
+        *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--max-num-seqs", "32"),
         *("--additional-config", json.dumps({"vllm_trie": {"items": catalogues}})),
         *("--spec-method", "ngram_trie", "--speculative-config", json.dumps(speculation)),
     ]

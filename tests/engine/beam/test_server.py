@@ -11,32 +11,18 @@ import pytest
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import Case, constrained_search, search
+from tests.engine.hostile import MIXED as ITEMS
 from tests.engine.prompts import tokenizer
-from tests.engine.serving import MODEL_NAME, running
-from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
+from tests.engine.serving import MODEL_NAME
+from tests.extras.items.unit.catalogues import PlainTrie
 from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"]
-OPTIONS += ["--max-model-len", "512", "--max-num-seqs", "32"]
-
-
-ITEMS = random_items(5, 500, 0, (1, 4), branching=40)
-
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    additional = {"vllm_trie": {"items": {"catalogue": str(write(folder / "items", ITEMS))}}}
-    options = [*OPTIONS, "--additional-config", json.dumps(additional)]
-    with running(folder / "log", *options) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return server.client()
+def client(full_server):
+    return full_server.client()
 
 
 def completion(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -76,7 +62,7 @@ def test_completions(client):
 @pytest.mark.parametrize("use_beam_search", [False, True])
 def test_items_of_a_catalogue(client, use_beam_search):
     """The stop reason is the id of the item."""
-    extra: dict[str, Any] = {"vllm_xargs": {"items": "catalogue", "items_end": "eos"}}
+    extra: dict[str, Any] = {"vllm_xargs": {"items": "mixed", "items_end": "eos"}}
     if use_beam_search:
         extra["use_beam_search"] = True
     else:
@@ -96,7 +82,7 @@ def test_items_of_a_catalogue(client, use_beam_search):
 def test_items_without_text(client):
     """Business rules, ids, and no text where nobody wants it."""
     denied = [list(tokens[:1]) for tokens in list(ITEMS)[:50]]
-    xargs = {"items": "catalogue", "beam_width": 6, "detokenize": 0}
+    xargs = {"items": "mixed", "beam_width": 6, "detokenize": 0}
     xargs["deny_prefixes"] = json.dumps(denied)
     extra = {"vllm_xargs": xargs, "return_token_ids": True}
     result = completion(client, extra, n=6)
@@ -169,8 +155,8 @@ def test_structured_outputs(client, call):
 
 ITEM = next(item for item in ITEMS if len(item) > 2 and tokenizer().decode(item).isascii())
 FEW = {
-    "no item": {"items": "catalogue", "allow_items": [-1]},
-    "one item": {"items": "catalogue", "allow_items": [ITEMS[ITEM]]},
+    "no item": {"items": "mixed", "allow_items": [-1]},
+    "one item": {"items": "mixed", "allow_items": [ITEMS[ITEM]]},
     "grammar": {"structured_outputs": {"choice": ["a", "b"]}},
     "tokens": {"allowed_token_ids": [5], "ignore_eos": True},
 }

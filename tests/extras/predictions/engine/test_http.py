@@ -13,15 +13,11 @@ from transformers import AutoTokenizer
 
 from tests.engine.chats import CHATS, SOURCE, chat, complete, joined
 from tests.engine.prompts import texts
-from tests.engine.serving import MODEL_NAME, running
+from tests.engine.serving import MODEL_NAME
 from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = (
-    *("--speculative-model", "ngram_trie"),
-    *("--speculative-config", '{"num_speculative_tokens": 16, "max_context_len": 10}'),
-)
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -33,7 +29,7 @@ class Answers:
     usages: list[Any] = field(default_factory=list)
     stopped: list[Any] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    counted: dict[str, float] = field(default_factory=dict)
     survived: bool = False
 
 
@@ -131,19 +127,21 @@ def ask_badly(client: openai.OpenAI) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    answers = Answers()
-    with running(tmp_path_factory.mktemp("server") / "log", *OPTIONS) as server:
-        client = server.client()
-        for predicts in (True, False):
-            replies, usages = Client(client, predicts).ask()
-            answers.usages = answers.usages or usages
-            answers.bad = answers.bad or ask_badly(client)
-            answers.metrics = answers.metrics or server.metrics()
-            stopped, usages = Client(client, predicts).ask_with_stops()
-            answers.stopped = answers.stopped or usages
-            answers.replies[predicts] = replies + stopped
-        answers.survived = server.is_healthy() and "Traceback" not in server.log_text()
+def answers(full_server):
+    answers, client = Answers(), full_server.client()
+    before, log = full_server.metrics(), len(full_server.log_text())
+    for predicts in (True, False):
+        replies, usages = Client(client, predicts).ask()
+        answers.usages = answers.usages or usages
+        answers.bad = answers.bad or ask_badly(client)
+        answers.counted = answers.counted or {
+            name: count - before.get(name, 0.0) for name, count in full_server.metrics().items()
+        }
+        stopped, usages = Client(client, predicts).ask_with_stops()
+        answers.stopped = answers.stopped or usages
+        answers.replies[predicts] = replies + stopped
+    said = full_server.log_text()[log:]
+    answers.survived = full_server.is_healthy() and "Traceback" not in said
     return answers
 
 
@@ -162,9 +160,9 @@ def test_predictions_are_counted(answers):
     assert other < 5
     assert min(completion, *streamed_completions) > 20
     assert max(rejected[-3:-1]) < 5
-    metrics = answers.metrics
-    assert metrics["vllm:trie_accepted_prediction_tokens_total"] == sum(accepted)
-    assert metrics["vllm:trie_rejected_prediction_tokens_total"] == sum(rejected)
+    counted = answers.counted
+    assert counted["vllm:trie_accepted_prediction_tokens_total"] == sum(accepted)
+    assert counted["vllm:trie_rejected_prediction_tokens_total"] == sum(rejected)
 
 
 def test_predictions_are_counted_where_answers_stop(answers):

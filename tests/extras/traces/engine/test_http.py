@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import openai
 import pytest
@@ -11,13 +10,10 @@ from transformers import AutoTokenizer
 
 from tests.engine.chats import CHATS, chat, complete, joined
 from tests.engine.prompts import texts
-from tests.engine.serving import running
 from vllm_trie.extras.traces.trace_file import Trace, read_trace
 from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.slow
-
-DRAFTS = ("--speculative-model", "ngram_trie")
 
 
 def ask_for_traces(client: openai.OpenAI) -> dict[str, tuple[str, str]]:
@@ -46,14 +42,12 @@ def text_of(trace: Trace) -> str:
     return decode(list(tokens), skip_special_tokens=True)
 
 
-def test_traces(tmp_path):
-    folder = tmp_path / "traces"
-    folder.mkdir()
-    place = json.dumps({"vllm_trie": {"trace_path": str(folder)}})
-    with running(tmp_path / "log", *DRAFTS, "--additional-config", place) as server:
-        replies = ask_for_traces(server.client())
+def test_traces(full_server):
+    folder = full_server.log.with_name("traces")
+    before = {*folder.iterdir()}
+    replies = ask_for_traces(full_server.client())
     assert len({request_id for request_id, _ in replies.values()}) == 4
-    paths = {path.name: path for path in folder.iterdir()}
+    paths = {path.name: path for path in {*folder.iterdir()} - before}
     assert len(paths) == 4
     for request_id, text in replies.values():
         (path,) = (path for name, path in paths.items() if request_id in name)
