@@ -20,19 +20,19 @@ from vllm_trie.searches.engine.scheduler.group import BeamGroup
 
 
 @pytest.mark.slow
-def test_a_quick_run_of_a_part_and_of_those_that_it_needs(tmp_path):
+def test_a_quick_run_of_a_part(tmp_path):
     path = tmp_path / "report.json"
-    options = ["--quick", "--json", str(path), "--part", "ngram_trie, trees"]
+    options = ["--quick", "--json", str(path), "--part", "beam search"]
     done = run_python("-m", "vllm_trie.cli", "validate", *options)
     assert done.stdout.startswith("# vllm-trie validate: passed\n")
-    assert done.stderr.count(": passed") == 3
+    assert done.stderr.count(": passed") == 2  # that of the versions is always there
     report = json.loads(path.read_text())
     assert report["passed"] is True
     assert report["finished"] is True
     parts = {part["name"]: part for part in report["parts"]}
     assert {part["status"] for part in parts.values()} == {"passed"}
-    assert parts["ngram_trie, trees, float32"]["measured"]["tokens_per_step"] > 1.5
-    assert any('"verification": "tree"' in line for line in report["safe"])
+    assert parts["beam search, float32"]["summary"]
+    assert any("native beam search" in line for line in report["safe"])
 
 
 # -- broken on purpose, in this process -----------------------------------------------------------
