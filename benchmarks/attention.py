@@ -36,6 +36,7 @@ from support.device import check_device
 from support.harness import Row, finish, interleave, median_seconds, option_parser
 
 from vllm_trie.attention import (
+    AttentionKind,
     TreeBatch,
     TreeRow,
     build_tree_batch,
@@ -71,6 +72,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4, help="caches that a run passes over")
+    parser.add_argument("--window", type=int, default=0, help="on CPUs; 0 is full attention")
+    parser.add_argument("--soft-cap", type=float, default=0.0, help="on CPUs; 0 is none")
     parser.add_argument("--threads", type=int, help="threads of torch and the kernels")
     return parser.parse_args()
 
@@ -98,7 +101,7 @@ def stock_run(
         dtype=query.dtype,
         query_start_loc=starts,
         causal=True,
-        sliding_window_size=-1,
+        sliding_window_size=options.window or -1,
         isa=stock_isa(options),
         enable_kv_split=True,
     )
@@ -117,9 +120,9 @@ def stock_run(
                 scale=scale,
                 causal=True,
                 alibi_slopes=None,
-                sliding_window=-1,
+                sliding_window=options.window or -1,
                 block_table=table,
-                softcap=0.0,
+                softcap=options.soft_cap,
                 scheduler_metadata=plan,
                 s_aux=None,
             )
@@ -164,7 +167,8 @@ def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
         query = torch.randn(nodes + 1, options.num_heads, options.head_size).to(dtype)
         output = torch.empty_like(query)
         scale = options.head_size**-0.5
-        tree = (table, random_trees(nodes, context), scale, output)
+        kind = AttentionKind(options.window, soft_cap=options.soft_cap)
+        tree = (table, random_trees(nodes, context), scale, output, kind)
         runs = {"stock": stock_run(options, query, caches, table, seq_len, scale)}
         if "native" in options.kernels:
             runs["native"] = partial(pass_over, native.tree_attention, query, caches, tree)

@@ -43,8 +43,11 @@ FURTHER_LAYERS = (
     LayerShape(8, 2, 96, 16, torch.bfloat16),
     LayerShape(16, 8, 256, 16, torch.bfloat16),
     LayerShape(32, 8, 128, 16, torch.float32),
+    LayerShape(64, 8, 64, 16, torch.bfloat16, window=128, has_sinks=True),
+    LayerShape(8, 4, 256, 16, torch.float16, window=100, soft_cap=50.0),
 )
-"""Checked without `--quick`: other head sizes and numbers of query heads for each KV head."""
+"""Checked without `--quick`: other head sizes, numbers of query heads for each KV head, and kinds
+of attention."""
 GRAPH_LAYER = LayerShape(32, 8, 128, 16, torch.bfloat16)
 MOVED = 24
 NODES = 32
@@ -119,7 +122,7 @@ def check_cpu_kernel(shape: LayerShape, device: torch.device) -> KernelCheck:
         values.copy_(filled[..., shape.head_size :])
         output = torch.zeros_like(step.query)
         table = torch.from_numpy(step.block_table)
-        tree_attention(step.query, cache, table, step.trees, step.scale, output)
+        tree_attention(step.query, cache, table, step.trees, step.scale, output, step.kind)
         rows = torch.from_numpy(step.tree_rows)
         largest = max(largest, relative_error(output[rows], step.expected()[rows], step))
     return KernelCheck(len(BATCHES), largest, TOLERANCE[shape.dtype])
