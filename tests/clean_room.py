@@ -34,7 +34,7 @@ NOT_RUN = {
 }
 """Beginnings of the commands that cannot run here, and why."""
 SHORTER = {
-    "ARGS": "--max-tokens 8 --repeats 1",  # of make demo
+    "ARGS": "--max-tokens 8 --repeats 1 --batch-size 4",  # of make demo
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles a model for minutes
