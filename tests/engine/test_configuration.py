@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import shutil
@@ -33,7 +34,7 @@ from vllm_trie.drafts import available_methods
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.hooks import ledger, plugin
-from vllm_trie.hooks.ledger import Patch, record
+from vllm_trie.hooks.ledger import Patch, record, table
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.refusal import RefusedError
@@ -288,6 +289,7 @@ def fresh_process(monkeypatch, caplog):
     engine_config()
     monkeypatch.setattr(plugin, "_installed", {})
     monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
+    present = len(ledger.patches_in_place())
 
     def register() -> list[str]:
         caplog.clear()
@@ -295,22 +297,80 @@ def fresh_process(monkeypatch, caplog):
         plugin.register()
         return [r.getMessage() for r in caplog.records if r.name.startswith("vllm_trie")]
 
-    return register
+    yield register
+    ledger.undo(keep=present)
 
 
 def test_another_version_of_vllm(fresh_process, monkeypatch):
-    before = wrapped()
+    """It is tried where all symbols fit; see tests/extras/device_checks for the check."""
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    assert fresh_process() == []
+    assert plugin.status() == {"speculation": "ok", "beam": "ok"}
+
+
+@pytest.mark.parametrize("why", ["VLLM_TRIE_UNLISTED=0", "nothing here could check it"])
+def test_another_version_of_vllm_that_is_not_tried(fresh_process, monkeypatch, why):
+    if why.startswith("VLLM_TRIE"):
+        monkeypatch.setenv(*why.split("="))
+    else:
+        monkeypatch.setattr(table, "brought", lambda part: iter(()))
+    before, present = wrapped(), len(ledger.patches_in_place())
     monkeypatch.setattr(vllm, "__version__", "0.31.2")
     messages = fresh_process()
-    assert wrapped() == before
     assert len(messages) == 2  # one for each of the two features
     for message in messages:
         assert "0.31.2" in message
         assert "0.32.x" in message
         assert "steps aside" in message
+        assert why in message
         assert "vllm-trie doctor" in message
     assert set(plugin.status()) == {"speculation", "beam"}
     assert "ok" not in plugin.status().values()
+    assert "has stepped aside: vLLM 0.31.2 is not a supported version" in refusal()
+    ledger.undo(keep=present)
+    assert wrapped() == before
+
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+
+@pytest.mark.parametrize(
+    ("target", "aside"),
+    [
+        (f"{_SCHEDULER}._update_request_as_session", "speculation"),
+        ("vllm.v1.structured_output:StructuredOutputManager._create_grammar", "speculation"),
+        ("vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids", "speculation"),
+        ("vllm.engine.arg_utils:EngineArgs.create_speculative_config", "speculation"),
+        ("vllm.v1.engine.core:EngineCoreProc._make_ready_response", "beam"),
+        (f"{_SCHEDULER}._handle_blocked_waiting_request", "beam"),
+    ],
+)
+def test_a_symbol_that_has_moved(fresh_process, monkeypatch, target, aside):
+    """The other feature goes on; who asks for a method hears what is missing."""
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    module, _, path = target.partition(":")
+    owner, _, name = path.partition(".")
+    with monkeypatch.context() as patch:
+        patch.delattr(getattr(importlib.import_module(module), owner), name)
+        (message,) = fresh_process()
+        assert f"({aside})" in message
+        assert f"{target} is missing" in message
+        other = {"speculation", "beam"} - {aside}
+        assert [name for name, status in plugin.status().items() if status == "ok"] == [*other]
+        if aside == "speculation":
+            said = refusal()
+            for words in ("'ngram_trie'", f"{target} is missing", "0.32.x", "leave the method out"):
+                assert words in said
+            with pytest.raises(RefusedError, match="has stepped aside"):
+                from_command_line("--spec-method", "ngram_trie")
+
+
+def test_where_even_the_symbol_that_refuses_is_gone(fresh_process, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(EngineArgs, "create_engine_config")
+        messages = fresh_process()
+    assert len(messages) == 2  # both features need it
+    assert all("create_engine_config is missing" in message for message in messages)
 
 
 def test_a_symbol_that_is_gone(fresh_process, monkeypatch):
@@ -382,7 +442,7 @@ vllm.plugins.plugins_loaded = False
 from vllm_trie.hooks.ledger import Patch, record
 runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 record.ENTRIES.append(Patch(f"{runner}._no_such_method", "called", "a test"))
-assert "ngram_trie" in refusal()
+assert "_no_such_method is missing" in refusal()
 (output,) = LLM(**SETTINGS).generate(
     [{"prompt_token_ids": list(range(9, 30))}], PARAMS, use_tqdm=False
 )

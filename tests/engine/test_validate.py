@@ -208,6 +208,7 @@ def test_replays_with_the_trees_of_the_capture():
 
 def test_a_vllm_that_does_not_fit(settings, monkeypatch):
     monkeypatch.setattr(doctor.ledger, "SUPPORTED_VLLM_VERSIONS", ("0.99",))
+    monkeypatch.setenv(doctor.ledger.TRIAL_SWITCH, "0")
     described = doctor.describe(settings)
     assert described.status == "failed"
     assert "is not supported" in described.summary

@@ -37,8 +37,8 @@ class Extra(NamedTuple):
         text_stores: Takes vLLM's configuration and the drafter's context, and returns the
             :class:`~vllm_trie.drafts.text_store.TextStore` objects of an engine. Those that observe
             steps too are told of them.
-        checks: Checks of a device before an engine serves, by what they check: ``"drafts"`` or
-            ``"attention"``.
+        checks: Checks before an engine serves, by what they check: ``"drafts"`` or ``"attention"``
+            on a device, or ``"release"``, of vLLM, that the ledger does not list.
         options: A pydantic model whose fields are options of every drafting method, see
             :data:`~vllm_trie.drafts.engine.config.AllOptions`.
         keys: Keys of ``additional_config["vllm_trie"]`` that need no drafting method.
@@ -121,8 +121,9 @@ EXTRAS: Mapping[str, Extra] = {
         },
     ),
     "device_checks": Extra(
-        hooks={("speculation", "any"): "uses", ("beam", "any"): "search_check"},
+        hooks={("speculation", "any"): "uses release_check", ("beam", "any"): "search_check"},
         checks={
+            "release": "release_check:check_release",
             "drafts": "start_check:reason_against_drafts",
             "attention": "gpu_check:check_device",
         },

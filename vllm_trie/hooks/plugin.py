@@ -48,9 +48,18 @@ def _install(feature: ledger.Feature) -> str:
         "run `vllm-trie doctor` for the whole list.",
         feature,
         reason,
-        ", ".join(f"{version}.x" for version in ledger.SUPPORTED_VLLM_VERSIONS),
+        supported(),
     )
+    try:
+        ledger.install(feature, steps_aside=True)
+    except Exception:
+        logger.debug("vLLM itself answers who asks for %s", feature, exc_info=True)
     return reason
+
+
+def supported() -> str:
+    """Return the releases of vLLM that the plugin was written for, for messages."""
+    return ", ".join(f"{series}.x" for series in ledger.SUPPORTED_VLLM_VERSIONS)
 
 
 class _ToVllm(logging.Handler):

@@ -115,7 +115,7 @@ class GuardedDrafter:
         if self._is_resting or not is_learned:  # texts would pile up while it rests
             ended = replace(ended, token_ids=_NO_TOKENS, num_prompt_tokens=0)
         if self._is_resting:
-            if self._rests_until < math.inf:
+            if not self.is_off:
                 self._unreleased.append(ended)
             return
         output = ended.token_ids[ended.num_prompt_tokens :]
@@ -224,6 +224,11 @@ class GuardedDrafter:
             self._give_up(request, "malformed")
             return _EMPTY
         return tree
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the check at start-up found a fault."""
+        return self._rests_until == math.inf
 
     @property
     def _is_resting(self) -> bool:

@@ -125,7 +125,7 @@ class TreeVerifier:
         """
         start = time.perf_counter()
         step.has_drafts = bool(drafts)
-        step.is_pausing = (
+        step.is_pausing = self.guard.is_off or (
             self.budget is not None
             and not self.budget.should_draft(len(step.request_ids))  # counts steps, so first
             and (self.share_trees is None or self.budget.drafting_waits)

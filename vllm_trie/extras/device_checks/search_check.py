@@ -1,4 +1,5 @@
-"""A few native beam searches on a GPU, before an engine serves.
+"""A few native beam searches, before an engine serves on a GPU or on a release of vLLM that the
+ledger does not list.
 
 Searches ran on one device, an H200. Those of several widths therefore run through the whole engine,
 across two KV blocks and beside ordinary requests, and every hypothesis is computed again as a
@@ -18,9 +19,15 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse, FinishReason
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse
+from vllm.v1.request import Request
 
+from vllm_trie.extras.device_checks.engine_steps import (
+    drop_requests,
+    keep_serving,
+    outputs_of,
+)
+from vllm_trie.hooks.ledger import is_unlisted
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.limits import is_cuda, reason_off
 from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, internal_params
@@ -38,12 +45,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _WIDTHS = (2, 9, 64)
-"""The last one is as wide as the engine allows, if that is less."""
+"""The last one is as wide as the engine allows, if that is less, and for GPUs only: it takes a CPU
+seconds."""
 _NUM_ORDINARY = 4
 BLIND = "the check does not see missing copies of KV"
 """What it says where hypotheses are right without copies, as those that never part in a block."""
-_MAX_STEPS = 10_000
-"""A search that has not ended after as many steps of the check never does."""
 
 _core = of_beams("v1.engine.core:")
 
@@ -71,10 +77,16 @@ def engine_core_init(
     scheduler = self.scheduler
     if not isinstance(scheduler, TrieBeamScheduler) or scheduler.beam_off is not None:
         return
-    if not is_cuda() or self.vllm_config.parallel_config.data_parallel_size > 1:
+    on_trial = is_unlisted()
+    if not (is_cuda() or on_trial) or self.vllm_config.parallel_config.data_parallel_size > 1:
         return
     start = time.perf_counter()
-    reason = reason_against_searches(self)
+    try:
+        reason = reason_against_searches(self)
+    except Exception as error:
+        if not on_trial:
+            raise
+        reason = f"{type(error).__name__}: {error}"
     if reason is None and has_random_weights(self.vllm_config):
         logger.warning(
             "Native beam search is on, and its results were not checked: the weights are random "
@@ -84,6 +96,8 @@ def engine_core_init(
         logger.info("Native beam search passed its check in %.1f s", time.perf_counter() - start)
     else:
         scheduler.switch_off(reason)
+        if on_trial:
+            keep_serving(self, reason)
 
 
 @_core.wraps("EngineCoreProc._make_ready_response", "tells the front end why searches are off")
@@ -119,10 +133,7 @@ def reason_against_searches(core: EngineCore) -> str | None:
         return _Check(core).reason()
     except Exception as error:
         logger.exception("The check of native beam search failed")
-        core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        if core.batch_queue is not None:
-            core.batch_queue.clear()
-        core.step_fn()  # tells the workers
+        drop_requests(core)
         return f"{type(error).__name__}: {error}"
     finally:
         core.reset_prefix_cache()
@@ -141,7 +152,7 @@ class _Check:
         blocks = num_blocks(scheduler.kv_cache_manager)
         self._widths = [
             width
-            for width in sorted({min(width, slots) for width in _WIDTHS})
+            for width in sorted({min(width, slots) for width in _WIDTHS[: 3 if is_cuda() else 2]})
             if width > 1
             and min_blocks(self._prompt_len, width, self._num_tokens, block_size) <= blocks
         ]
@@ -201,28 +212,8 @@ class _Check:
         """Run requests to their end; return what they generated, a search its hypotheses."""
         return {
             request: _texts(request, outputs)
-            for request, outputs in zip(requests, self._outputs(requests), strict=True)
+            for request, outputs in zip(requests, outputs_of(self._core, requests), strict=True)
         }
-
-    def _outputs(self, requests: Sequence[Request]) -> list[list[EngineCoreOutput]]:
-        core = self._core
-        for request in requests:
-            core.add_request(request)
-        outputs: dict[str, list[EngineCoreOutput]] = {each.request_id: [] for each in requests}
-        for _ in range(_MAX_STEPS):
-            if not (core.scheduler.has_requests() or core.batch_queue):
-                break
-            of_clients, executed = core.step_fn()
-            core.post_step(executed)
-            for of_client in (of_clients or {}).values():
-                for output in of_client.outputs:
-                    outputs[output.request_id].append(output)
-        else:
-            raise RuntimeError(f"searches that do not end in {_MAX_STEPS} steps")
-        for of_request in outputs.values():
-            if of_request[-1].finish_reason == FinishReason.ERROR:
-                raise RuntimeError("a search failed, see the lines above")
-        return [*outputs.values()]
 
     def _differences(self, texts: Sequence[_Text]) -> list[float]:
         """Return by how much a token's log-probability differs from that of the same token as a
@@ -230,7 +221,7 @@ class _Check:
         params = internal_params(1, prompt_logprobs=0)
         prompts = [self._new([*text.prompt, *text.token_ids], params) for text in texts]
         differences = []
-        for text, outputs in zip(texts, self._outputs(prompts), strict=True):
+        for text, outputs in zip(texts, outputs_of(self._core, prompts), strict=True):
             of_prompt = next(o.new_prompt_logprobs_tensors for o in outputs)
             assert of_prompt is not None
             expected = of_prompt.logprobs[-len(text.token_ids) :, 0].numpy()

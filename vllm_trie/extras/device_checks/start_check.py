@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ _NUM_TOKENS = 24
 _ERROR_EVERY = 5  # drafts with a wrong token among them
 _ALIGNED = 16
 """Triton compiles kernels anew for numbers that this divides. Serving needs both versions."""
-_EVEN, _ODD = np.array([0x55555555, 0xAAAAAAAA], dtype=np.uint32).view(np.int32)
+EVEN, ODD = np.array([0x55555555, 0xAAAAAAAA], dtype=np.uint32).view(np.int32)
 """Masks that allow every other token."""
 
 
@@ -65,7 +65,7 @@ def near_tie(dtype: torch.dtype) -> float:
     return 1.0 if dtype.itemsize == 2 else 0.15
 
 
-class _Prompt(NamedTuple):
+class Prompt(NamedTuple):
     """A request of the check.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Prompt(NamedTuple):
     adapter: LoRARequest | None = None
 
 
-class _Decoded(NamedTuple):
+class Decoded(NamedTuple):
     """One run over the prompts."""
 
     tokens: list[list[int]]
@@ -92,7 +92,7 @@ class _Decoded(NamedTuple):
     """Mean of one request's tokens in the decoding steps."""
 
 
-class _KnownAnswers(Drafter):
+class KnownAnswers(Drafter):
     """Drafts the outputs that plain decoding gave, now and then with an error."""
 
     name = "start_check"
@@ -190,23 +190,23 @@ def _compare(decoder: _Decoder, adapter: V2Adapter, budget: NodeBudget | None) -
         tuple(prompt.token_ids): tokens
         for prompt, tokens in zip(decoder.prompts, plain.tokens, strict=True)
     }
-    guard.drafter = _KnownAnswers(guard.drafter.context, answers)
+    guard.drafter = KnownAnswers(guard.drafter.context, answers)
     adapter.start_drafting()
     decoder.compile(adapter.num_draft_tokens)
     # Twice, as another program may slow one down; not only then, as ranks run the same steps.
     runs = [decoder.run(f"drafted{i}", adapter.num_draft_tokens, ahead=i > 0) for i in range(2)]
     drafted = min(runs, key=lambda run: run.step_seconds)
     if budget is not None and not adapter.launches_ahead:
-        guard.drafter = _KnownAnswers(guard.drafter.context, {})
+        guard.drafter = KnownAnswers(guard.drafter.context, {})
         waited = decoder.run("waited", adapter.num_draft_tokens)
         budget.expect_wait(plain.step_seconds, waited.step_seconds)
     allowed = near_tie(decoder.dtype)
-    wrong = (_wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
+    wrong = (wrong_token(decoder.prompts, plain, run, allowed) for run in runs)
     return next(filter(None, wrong), None) or _slowdown(plain, drafted)
 
 
-def _wrong_token(
-    prompts: Sequence[_Prompt], plain: _Decoded, drafted: _Decoded, allowed: float
+def wrong_token(
+    prompts: Sequence[Prompt], plain: Decoded, drafted: Decoded, allowed: float
 ) -> str | None:
     for prompt, expected, tokens, margins, sampled in zip(
         prompts, plain.tokens, drafted.tokens, plain.margins, drafted.margins, strict=True
@@ -233,7 +233,7 @@ def _wrong_token(
     return None
 
 
-def _slowdown(plain: _Decoded, drafted: _Decoded) -> str | None:
+def _slowdown(plain: Decoded, drafted: Decoded) -> str | None:
     seconds = drafted.step_seconds / drafted.tokens_per_step
     if seconds <= plain.step_seconds:
         return None
@@ -241,6 +241,12 @@ def _slowdown(plain: _Decoded, drafted: _Decoded) -> str | None:
         f"a token takes {1e3 * seconds:.3g} ms with drafts that are nearly always right, without "
         f"drafts {1e3 * plain.step_seconds:.3g} ms"
     )
+
+
+def margins_of(ids: Iterable[int], logprobs: Any) -> dict[int, float]:
+    """Return how much less likely the tokens of a row are than the first of them."""
+    values = np.array(logprobs)
+    return dict(zip(map(int, ids), np.max(values) - values, strict=True))
 
 
 class _Output:
@@ -262,10 +268,9 @@ class _Output:
             index = int(name.split("_")[-2])
             first = row if first_rows is None else first_rows[row]
             for place, token in enumerate(new):
-                ids = logprobs.logprob_token_ids[first + place]
-                values = np.array(logprobs.logprobs[first + place])
+                at = first + place
                 self.margins[index].append(
-                    dict(zip(map(int, ids), np.max(values) - values, strict=True))
+                    margins_of(logprobs.logprob_token_ids[at], logprobs.logprobs[at])
                 )
                 self.tokens[index].append(int(token))
             num_new += len(new)
@@ -303,9 +308,7 @@ class _Decoder:
             ]
         )
 
-    def _prompt(
-        self, number: int, length: int, has_grammar: bool = False, **params: Any
-    ) -> _Prompt:
+    def _prompt(self, number: int, length: int, has_grammar: bool = False, **params: Any) -> Prompt:
         generator = np.random.default_rng(number)
         sampling = SamplingParams(
             **{"temperature": 0.0, **params},
@@ -315,15 +318,15 @@ class _Decoder:
             watermarking=False,
         )
         token_ids = generator.integers(0, self._runner.vocab_size, max(length, 0)).tolist()
-        return _Prompt(token_ids, sampling, has_grammar)
+        return Prompt(token_ids, sampling, has_grammar)
 
     def _room(self, length: int) -> int:
         return length + _NUM_TOKENS + self._runner.decode_query_len
 
-    def _fitting(self, prompts: Sequence[_Prompt]) -> list[_Prompt]:
+    def _fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts that the engine has room for, together."""
         runner = self._runner
-        fitting: list[_Prompt] = []
+        fitting: list[Prompt] = []
         blocks, tokens = 1, 0  # block 0 is vLLM's null block
         for prompt in prompts:
             length = len(prompt.token_ids)
@@ -352,7 +355,7 @@ class _Decoder:
         finally:
             self.prompts = every_prompt
 
-    def run(self, name: str, num_drafts: int, ahead: bool = False) -> _Decoded:
+    def run(self, name: str, num_drafts: int, ahead: bool = False) -> Decoded:
         """Decode all prompts, with places for `num_drafts` draft tokens in each step, which is
         launched ahead of the drafts if `ahead`, in engines that do so.
 
@@ -387,7 +390,7 @@ class _Decoder:
             self._runner.kv_connector.set_disabled(False)
         shortened = [tokens[:_NUM_TOKENS] for tokens in output.tokens]
         seconds = statistics.median(np.diff(launches))
-        return _Decoded(shortened, output.margins, seconds, statistics.fmean(counts))
+        return Decoded(shortened, output.margins, seconds, statistics.fmean(counts))
 
     def _prefill(self, names: Sequence[str], output: _Output) -> None:
         """Compute the prompts, the longest in parts, and take the first tokens."""
@@ -459,7 +462,7 @@ class _Decoder:
         if not v2_lengths.HAS_ROW_PER_PLACE:
             num_rows = self._runner.decode_query_len
         rows = [
-            (_EVEN, _ODD)[place % 2]
+            (EVEN, ODD)[place % 2]
             for index in with_grammar
             for place in range(lengths[index], lengths[index] + num_rows)
         ]

@@ -9,10 +9,20 @@ module of vLLM's, and nothing outside of it assigns to an attribute of vLLM's mo
 
 from vllm_trie.hooks.ledger.installation import install, installed, patches_in_place, undo
 from vllm_trie.hooks.ledger.patch import Feature, Patch, resolve
-from vllm_trie.hooks.ledger.table import SUPPORTED_VLLM_VERSIONS, Finding, check, entries, mismatch
+from vllm_trie.hooks.ledger.table import (
+    SUPPORTED_VLLM_VERSIONS,
+    TRIAL_SWITCH,
+    Finding,
+    check,
+    entries,
+    is_unlisted,
+    mismatch,
+    trial_off,
+)
 
 __all__ = [
     "SUPPORTED_VLLM_VERSIONS",
+    "TRIAL_SWITCH",
     "Feature",
     "Finding",
     "Patch",
@@ -20,8 +30,10 @@ __all__ = [
     "entries",
     "install",
     "installed",
+    "is_unlisted",
     "mismatch",
     "patches_in_place",
     "resolve",
+    "trial_off",
     "undo",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_trie.hooks.ledger.patch import Feature, Patch, Scope, resolve
-from vllm_trie.hooks.ledger.table import patches_here
+from vllm_trie.hooks.ledger.table import check_patch, patches_here
 
 _ABSENT = object()
 """Stands for an attribute that `vars` of its owner did not have, because it was inherited."""
@@ -47,7 +47,9 @@ class Installation:
         """The patches in place."""
         return tuple(replacement.patch for replacement in self._replacements)
 
-    def install(self, feature: Feature, native_search: bool = True) -> None:
+    def install(
+        self, feature: Feature, native_search: bool = True, steps_aside: bool = False
+    ) -> None:
         """Put a feature's patches in place.
 
         Leaves alone what an earlier call did. If a patch fails, none of this call's stays.
@@ -55,13 +57,16 @@ class Installation:
         Args:
             feature: The feature.
             native_search: Whether the environment leaves native beam search on.
+            steps_aside: Whether the feature does: those of its patches go in that say so to its
+                users, as far as they fit.
         """
         present = self.patches
         before = len(present)
         scopes: set[Scope] = {"process", "native_search"} if native_search else {"process"}
+        patches = _replacing(patches_here(feature), {"aside"} if steps_aside else scopes)
         try:
-            for patch in _replacing(patches_here(feature), scopes):
-                if patch not in present:
+            for patch in patches:
+                if patch not in present and (not steps_aside or check_patch(patch).fits):
                     self.apply(patch)
         except BaseException:
             self.undo(keep=before)

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 Feature = Literal["speculation", "beam"]
 Platform = Literal["any", "cpu", "cuda"]
-Scope = Literal["process", "native_search", "tree_runner", "chain_runner", "v2_runner", "v2_stage"]
+Scope = Literal[
+    "process", "native_search", "tree_runner", "chain_runner", "v2_runner", "v2_stage", "aside"
+]
 _Replacing = Literal["wrapped", "subclassed"]
 _Using = Literal["overridden", "called", "made", "read", "set", "changed", "registered"]
 Kind = _Replacing | _Using | Literal["relied on"]
@@ -32,7 +34,8 @@ class Patch:
         feature: The part that steps aside when the symbol is missing or has changed.
         scope: When the patch is in place: as long as the process runs; the same, unless the
             environment switches native beam search off; or while a worker makes its model runner,
-            a scope for each kind of runner, and ``v2_stage`` for V2 in every pipeline stage.
+            a scope for each kind of runner, and ``v2_stage`` for V2 in every pipeline stage; or,
+            ``aside``, where the feature has stepped aside.
         platform: The only platform that the entry is for. On others its module must not even be
             imported: vLLM's CPU worker puts placeholders into ``torch.cuda`` when it is.
         upstream: Related issues or pull requests of vLLM.

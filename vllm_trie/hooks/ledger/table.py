@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +19,7 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     " drafts.engine.uses"
     " drafts.engine.frontend.metrics drafts.engine.frontend.requests"
     " drafts.engine.frontend.token_streams drafts.engine.frontend.offline_log"
-    " drafts.engine.start.arguments drafts.engine.start.engine_args"
+    " drafts.engine.start.arguments drafts.engine.start.aside drafts.engine.start.engine_args"
     " drafts.engine.scheduler.grammar_time drafts.engine.scheduler.next_drafts"
     " drafts.engine.scheduler.speculation drafts.engine.workers.drafting_worker"
     " drafts.engine.runners.v1 drafts.engine.runners.v2 drafts.engine.verification.sampling",
@@ -35,6 +36,7 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
 Those of another platform stay out: vLLM's CPU worker puts placeholders into ``torch.cuda``."""
 SUPPORTED_VLLM_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM that the table was written for."""
+TRIAL_SWITCH = "VLLM_TRIE_UNLISTED"
 
 Status = Literal["ok", "missing", "changed", "not checked"]
 
@@ -154,8 +156,26 @@ def _compare(
     return "ok", ""
 
 
+def trial_off() -> str:
+    """Return how the environment has releases that are not listed not tried, empty if it does
+    not."""
+    value = os.environ.get(TRIAL_SWITCH, "1").strip().lower()
+    return f"{TRIAL_SWITCH}={value}" if value in ("0", "false", "off", "no") else ""
+
+
+def is_unlisted() -> bool:
+    """Return whether the table was written for other releases than the installed vLLM."""
+    import vllm
+
+    series = tuple(f"{series}." for series in SUPPORTED_VLLM_VERSIONS)
+    return not vllm.__version__.startswith(series)
+
+
 def mismatch(feature: Feature) -> str:
-    """Return why a feature must step aside with the installed vLLM; empty if it need not."""
+    """Return why a feature must step aside with the installed vLLM; empty if it need not.
+
+    On a release that is not listed it need not where an extra checks it at the start of an engine.
+    """
     import vllm
 
     version = vllm.__version__
@@ -166,6 +186,8 @@ def mismatch(feature: Feature) -> str:
     ]
     if problems:
         return f"vLLM {version}: " + "; ".join(problems)
-    if not version.startswith(tuple(f"{series}." for series in SUPPORTED_VLLM_VERSIONS)):
-        return f"vLLM {version} is not a supported version"
+    if is_unlisted() and (how := trial_off()):
+        return f"vLLM {version} is not a supported version, and {how} has it not tried"
+    if is_unlisted() and not any("release" in checks for _, checks in brought("checks")):
+        return f"vLLM {version} is not a supported version, and nothing here could check it"
     return ""

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_trie.extras import brought
+from vllm_trie.hooks.ledger import TRIAL_SWITCH
 from vllm_trie.hooks.ledger.record import Symbols
 from vllm_trie.hooks.start.limits import ENV_SWITCH
 
-OWN_VARIABLES = (ENV_SWITCH, "VLLM_TRIE_CACHE_DIR")
+OWN_VARIABLES = (ENV_SWITCH, TRIAL_SWITCH, "VLLM_TRIE_CACHE_DIR")
 """The documented ones."""
 
 

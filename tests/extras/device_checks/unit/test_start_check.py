@@ -28,9 +28,9 @@ from vllm_trie.extras.device_checks import start_check
 from vllm_trie.tree import TokenTree
 
 MARGINS = [{7: 0.0, 9: 0.1}, {8: 0.0, 3: 2.0}]
-GREEDY = start_check._Prompt([1], SamplingParams(temperature=0.0))
-MASKED = start_check._Prompt([1], SamplingParams(temperature=0.0), has_grammar=True)
-SAMPLED = start_check._Prompt([1], SamplingParams(temperature=0.4))
+GREEDY = start_check.Prompt([1], SamplingParams(temperature=0.0))
+MASKED = start_check.Prompt([1], SamplingParams(temperature=0.0), has_grammar=True)
+SAMPLED = start_check.Prompt([1], SamplingParams(temperature=0.4))
 PLACES = ("start", "draft", "share", "execute_model", "end")
 RANKS_FAIL_IN = [
     *((place, None) for place in PLACES),
@@ -46,7 +46,7 @@ LIMIT = timedelta(seconds=60)
 def decoded(
     tokens: list[int], seconds: float = 1.0, per_step: float = 1.0, margins: Any = MARGINS
 ) -> Any:
-    return start_check._Decoded([tokens], [margins], seconds, per_step)
+    return start_check.Decoded([tokens], [margins], seconds, per_step)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_what_forbids_drafts(prompt, tokens, seconds, per_step, said, monkeypatc
     argmax = [{token: 0.0, token + 1: 0.5} for token in tokens]
     margins = MARGINS if prompt is SAMPLED else argmax
     runs = decoded([7, 8]), decoded(tokens, seconds, per_step, margins)
-    wrong = start_check._wrong_token([prompt], *runs, allowed=0.15)
+    wrong = start_check.wrong_token([prompt], *runs, allowed=0.15)
     reason = wrong or start_check._slowdown(*runs)
     assert reason is None if said is None else said in reason
 
 
 def test_a_greedy_token_is_the_likeliest_of_its_step() -> None:
     runs = decoded([9, 8]), decoded([9, 8])
-    wrong = start_check._wrong_token([GREEDY], *runs, allowed=1.0)
+    wrong = start_check.wrong_token([GREEDY], *runs, allowed=1.0)
     assert wrong == "greedy token 0 of a test prompt is 9, which is not the likeliest"
 
 
@@ -87,7 +87,7 @@ def test_near_ties_are_wider_in_16_bits() -> None:
 
 
 def test_drafts_of_the_check_are_right_but_for_some(monkeypatch) -> None:
-    drafter = start_check._KnownAnswers(make_context(), {(1, 2): [3, 4, 5, 6]})
+    drafter = start_check.KnownAnswers(make_context(), {(1, 2): [3, 4, 5, 6]})
 
     def draft(output: list[int]) -> list[int]:
         text = np.array([1, 2, *output], dtype=np.int32)

@@ -14,6 +14,7 @@ from vllm_trie.drafts.engine.start.calibration import calibrate_step_cost
 from vllm_trie.drafts.engine.start.draft_support import check_layers
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup, cache_groups
 from vllm_trie.drafts.engine.verifier import TreeVerifier
+from vllm_trie.hooks.wire import TreeStats
 
 Part = Literal[
     "requests",  # the batch's requests are known to vLLM's runner
@@ -91,6 +92,16 @@ class Adapter(ABC):
             if self.waits_for == "end":
                 self._step.close()  # it holds tensors
         return result
+
+    def forget_stats(self) -> None:
+        """Forget the statistics of requests that no user sent."""
+        self.trees.take_stats()
+        self.trees.totals = TreeStats()
+
+    def switch_off(self, why: str) -> None:
+        """Serve without drafts, and with a count."""
+        self.waits_for = "end"
+        self.trees.guard.refuse(why)
 
     def close(self) -> None:
         """Save what was learned; the engine ends."""

@@ -213,12 +213,12 @@ class V2Adapter(Adapter):
 
     def switch_off(self, why: str) -> None:
         """Serve without drafts, without waits, and as soon as an output leaves, with a count."""
-        self._state, self.waits_for = "off", "end"
+        super().switch_off(why)
+        self._state = "off"
         self._graph_lengths = ()
         self._last = None
         self._unwaited.clear()
         self._requests.clear()
-        self.trees.guard.refuse(why)
         self._stats = TreeStats(draft_failures=self.trees.guard.take_new_failures())
 
     # -- requests ----------------------------------------------------------------------------------
@@ -330,9 +330,8 @@ class V2Adapter(Adapter):
             setattr(output.model_runner_output, STATS_ATTRIBUTE, stats)
 
     def forget_stats(self) -> None:
-        """Forget the statistics of requests that no user sent."""
+        super().forget_stats()
         self._stats = None
-        self.trees.totals = TreeStats()
 
     # -- parts of a step ---------------------------------------------------------------------------
 

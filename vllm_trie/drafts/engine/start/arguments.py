@@ -22,7 +22,11 @@ _SIMILAR_MODEL = 0.85
 """A draft model's name may resemble a method's without being meant for it."""
 
 
-@Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE).wraps(
+_arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE)
+
+
+@_arguments.wraps("add_cli_args", "the same, where the plugin steps aside", scope="aside")
+@_arguments.wraps(
     "add_cli_args", "the methods as choices of --spec-method, --speculative-model as an alias"
 )
 def add_cli_args(original: Callable[..., Any], parser: object) -> Any:
