@@ -24,6 +24,7 @@ class Extra(NamedTuple):
         request_options: Makers of what travels to the workers, see
             :class:`~vllm_trie.hooks.frontend.request_options.RequestOption`, by key of requests'
             extra arguments.
+        chat_fields: Fields of the server's chats, which vLLM does not know.
         counters: Help texts of counters by the names under which extras count, see
             :meth:`~vllm_trie.hooks.wire.TreeStats.count`; their metrics begin with ``vllm:trie_``.
         draft_source: Makes a :class:`~vllm_trie.drafts.sources.DraftSource` for an engine; told of
@@ -54,6 +55,7 @@ class Extra(NamedTuple):
     hooks: Mapping[tuple[str, str], str] = {}
     commands: Mapping[str, tuple[str, str]] = {}
     request_options: Mapping[str, str] = {}
+    chat_fields: tuple[str, ...] = ()
     counters: Mapping[str, str] = {}
     draft_source: str = ""
     step_observer: str = ""
@@ -71,8 +73,9 @@ class Extra(NamedTuple):
 
 EXTRAS: Mapping[str, Extra] = {
     "predictions": Extra(
-        hooks={("speculation", "any"): "request counts"},
+        hooks={("speculation", "any"): "counts"},
         request_options={"prediction": "request:packed_for_engine"},
+        chat_fields=("prediction",),
         counters={
             "accepted_prediction_tokens": "Tokens drafted from predictions that were accepted.",
             "rejected_prediction_tokens": "Tokens drafted from predictions that were not.",

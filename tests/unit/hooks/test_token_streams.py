@@ -195,30 +195,28 @@ def test_requests_are_split_where_a_parser_reads_drafted_tokens(
     monkeypatch, has_parser, has_drafts, splits
 ):
     monkeypatch.setattr(token_streams.config, "read", lambda _: object() if has_drafts else None)
-    serving: Any = SimpleNamespace(
-        parser_cls=object() if has_parser else None,
-        parser=object() if has_parser else None,
-        use_harmony=False,
-        engine_client=SimpleNamespace(vllm_config=None),
-    )
-    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    parser = object() if has_parser else None
+    engine_client = SimpleNamespace(vllm_config=None)
 
-    async def results(*_: object) -> Any:
+    async def results() -> Any:
         for _ in range(2):
             yield TokenCollector(RequestOutputKind.DELTA, "a").splits
 
-    async def collect(stream: Any) -> list[bool]:
-        seen = [(splits, token_streams._splits.get()) async for splits in stream]
+    async def answered(serving: object, request: Any) -> Any:
+        """Return a stream, or what a task in the background does."""
+        return results() if request.stream else [splits async for splits in results()]
+
+    async def ask(name: str, stream: bool) -> list[bool]:
+        serving = SimpleNamespace(engine_client=engine_client, **{name: parser})
+        request = SimpleNamespace(stream=stream)
+        answer = await token_streams._token_by_token(answered, serving, request)
+        assert not token_streams._splits.get()
+        if not stream:
+            return answer
+        seen = [(splits, token_streams._splits.get()) async for splits in answer]
         assert not any(outside for _, outside in seen)
         return [inside for inside, _ in seen]
 
-    async def answered(*_: object) -> Any:
-        return results()
-
-    chat = asyncio.run(token_streams.chat_stream(answered, serving))
-    assert asyncio.run(collect(chat)) == [splits] * 2
-    responses = token_streams.responses_stream(results, serving, "id", None, params)
-    assert asyncio.run(collect(responses)) == [splits] * 2
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    whole = token_streams.responses_stream(results, serving, "id", None, params)
-    assert asyncio.run(collect(whole)) == [False] * 2
+    for name in ("parser_cls", "parser"):
+        assert asyncio.run(ask(name, stream=True)) == [splits] * 2
+        assert asyncio.run(ask(name, stream=False)) == [False] * 2

@@ -1,14 +1,26 @@
-"""Counts of predictions, from the worker to a request's outputs, and to the usage over HTTP."""
+"""Predictions over HTTP: taken from requests, and counted in the usage of answers.
+
+Counts come from the worker to a request's outputs.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import ContextVar
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from vllm_trie.extras.predictions.request import take_prediction
 from vllm_trie.extras.predictions.source import PREDICTION, PredictionCounts
-from vllm_trie.hooks.frontend.answers import complete_answers, remembered, take_along
+from vllm_trie.hooks.frontend.answers import (
+    CHAT,
+    COMPLETION,
+    RESPONSES,
+    answered_within,
+    is_stream,
+    take_along,
+)
 from vllm_trie.hooks.ledger.record import Symbols
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats, add_counts, extra_args_of
 
@@ -27,6 +39,8 @@ CARRIED = "vllm_trie_prediction_counts"
 _UNTIL = "vLLM takes predicted outputs"
 _predicted = Symbols(until=_UNTIL)
 _engine = Symbols("v1.engine.", _UNTIL)
+_states: ContextVar[list[RequestState] | None] = ContextVar("states", default=None)
+"""States of the requests with predictions that an answer is made of."""
 
 
 @_predicted.wraps(
@@ -70,8 +84,10 @@ def add_request(
 ) -> None:
     original(self, request, *args, **kwargs)
     if PREDICTION in extra_args_of(request.sampling_params):
-        no_tokens = PredictionCounts(0, 0)._asdict()
-        vars(self.request_states[request.request_id]).setdefault(CARRIED, no_tokens)
+        state = self.request_states[request.request_id]
+        vars(state).setdefault(CARRIED, PredictionCounts(0, 0)._asdict())
+        if (states := _states.get()) is not None:
+            states.append(state)
 
 
 take_along(_engine, CARRIED, "takes the counts of a prediction out of the field they travel in")
@@ -85,13 +101,17 @@ def new_completion_output(
     original: Callable[..., CompletionOutput], self: RequestState, *args: Any, **kwargs: Any
 ) -> CompletionOutput:
     output = original(self, *args, **kwargs)
-    if (counts := vars(self).get(CARRIED)) is not None:
-        assert self.detokenizer is not None
-        accepted, rejected = (counts[name] for name in COUNTS)
-        # Tokens behind a stop are cut off, and accepted tokens may be among them.
-        num_cut = max(accepted - self.detokenizer.num_output_tokens(), 0)
-        vars(output).update(PredictionCounts(accepted - num_cut, rejected + num_cut)._asdict())
+    if CARRIED in vars(self):
+        vars(output).update(_counts_of(self)._asdict())
     return output
+
+
+def _counts_of(state: RequestState) -> PredictionCounts:
+    assert state.detokenizer is not None
+    accepted, rejected = (vars(state)[CARRIED][name] for name in COUNTS)
+    # Tokens behind a stop are cut off, and accepted tokens may be among them.
+    num_cut = max(accepted - state.detokenizer.num_output_tokens(), 0)
+    return PredictionCounts(accepted - num_cut, rejected + num_cut)
 
 
 @_predicted.wraps("outputs:RequestOutput.add", "keeps the counts of outputs that become one")
@@ -106,51 +126,46 @@ def merge_outputs(
         vars(output).update({name: values[name] for name in COUNTS if name in values})
 
 
-def counts_of(outputs: Iterable[CompletionOutput]) -> dict[str, int]:
-    """Return the counts of a request's predictions, summed over its outputs; empty without any."""
-    predicted = [output for output in outputs if hasattr(output, COUNTS[0])]
-    return {name: sum(getattr(out, name) for out in predicted) for name in COUNTS if predicted}
+def summed(states: Sequence[RequestState]) -> dict[str, int]:
+    """Return the counts of predictions, summed over requests that have one."""
+    return dict(zip(COUNTS, map(sum, zip(*map(_counts_of, states), strict=True)), strict=True))
 
 
-def _add_counts(response: Any, outputs: Sequence[CompletionOutput]) -> None:
-    """Add the counts of predictions to the usage of an answer."""
-    usage = getattr(response, "usage", None)
-    if usage is not None and (counts := counts_of(outputs)):
+async def _answer(
+    original: Callable[..., Any], self: Any, request: Any, *args: object, **kwargs: object
+) -> Any:
+    """Take a prediction from a server's request, and add its counts to the usage of the answer."""
+    await take_prediction(self, request)
+    if PREDICTION not in (request.vllm_xargs or {}):
+        return await original(self, request, *args, **kwargs)
+    states: list[RequestState] = []
+    answer = await answered_within(_states, states, original, self, request, *args, **kwargs)
+    if is_stream(answer):
+        return _stream_with_counts(answer, states)
+    usage: Any = getattr(answer, "usage", None)
+    if states and hasattr(usage, "completion_tokens_details"):
         from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
         details = usage.completion_tokens_details or CompletionTokenUsageInfo()
-        usage.completion_tokens_details = CompletionTokenUsageInfo(**dict(details), **counts)
-
-
-complete_answers(
-    Symbols("entrypoints.openai.", _UNTIL), "answers with the counts of predictions", _add_counts
-)
+        counted = {**dict(details), **summed(states)}
+        usage.completion_tokens_details = CompletionTokenUsageInfo(**counted)
+    return answer
 
 
 async def _stream_with_counts(
-    original: Callable[..., AsyncIterator[str]], self: Any, request: Any, *args: Any, **kwargs: Any
-) -> AsyncIterator[str]:
+    stream: AsyncIterator[Any], states: Sequence[RequestState]
+) -> AsyncIterator[Any]:
     """Add the counts to the usage at the end of a stream."""
-    if PREDICTION not in (request.vllm_xargs or {}):
-        async for chunk in original(self, request, *args, **kwargs):
-            yield chunk
-        return
-    last: dict[tuple[int, int], CompletionOutput] = {}
-    arguments = [remembered(arg, last) if hasattr(arg, "__aiter__") else arg for arg in args]
-    async for chunk in original(self, request, *arguments, **kwargs):
-        counts = counts_of(last.values())
-        if counts and '"choices":[]' in chunk and '"usage":{' in chunk:
+    async for chunk in stream:
+        if states and '"choices":[]' in chunk and '"usage":{' in chunk:
             body = json.loads(chunk.removeprefix("data: "))
             details = body["usage"].get("completion_tokens_details") or {"reasoning_tokens": 0}
-            body["usage"]["completion_tokens_details"] = {**details, **counts}
+            body["usage"]["completion_tokens_details"] = {**details, **summed(states)}
             chunk = f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
         yield chunk
 
 
-for _name in (
-    "chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
-    "completion.serving:OpenAIServingCompletion.completion_stream_generator",
-):
-    _predicted.wraps(f"entrypoints.openai.{_name}", "streams end with the counts")(
-        _stream_with_counts
+for _name in (CHAT, COMPLETION, RESPONSES):
+    _predicted.wraps(f"entrypoints.openai.{_name}", "takes predictions, counts them in the usage")(
+        _answer
     )

@@ -5,7 +5,7 @@ The text is tokenized here, once, and travels as the bytes of int32 ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from vllm.utils.async_utils import make_async
 from vllm_trie.drafts.engine import config
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError
-from vllm_trie.hooks.ledger.record import Symbols
 from vllm_trie.refusal import shown
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ _ALLOWED = (
     '{"type": "content", "content": TEXT}, with a string or a list of {"type": "text", "text": '
     "TEXT}"
 )
-_predicted = Symbols(until="vLLM takes predicted outputs")
 
 
 class _Packed(bytes):
@@ -120,10 +118,8 @@ def packed_for_engine(
     return None if packed is None or is_search else bytes(packed)  # messages take no subclass
 
 
-async def _take_prediction(
-    original: Callable[..., Any], self: Any, request: Any, *args: object, **kwargs: object
-) -> Any:
-    """Check and tokenize a server's prediction, where the other requests do not wait for it."""
+async def take_prediction(serving: Any, request: Any) -> None:
+    """Check and tokenize the prediction of a server's request, where others do not wait for it."""
     fields = request.model_extra or {}
     xargs = request.vllm_xargs or {}
     if PREDICTION in xargs or (PREDICTION in fields and "messages" in type(request).model_fields):
@@ -133,16 +129,7 @@ async def _take_prediction(
         others = {key: value for key, value in xargs.items() if key != PREDICTION}
         packed = None
         if prediction is not None:
-            make_packed = make_async(pack, executor=self.renderer._executor)
-            vllm_config = self.engine_client.vllm_config
-            packed = await make_packed(vllm_config, prediction, self.renderer.tokenizer)
+            make_packed = make_async(pack, executor=serving.renderer._executor)
+            vllm_config = serving.engine_client.vllm_config
+            packed = await make_packed(vllm_config, prediction, serving.renderer.tokenizer)
         request.vllm_xargs = others if packed is None else {**others, PREDICTION: packed}
-    return await original(self, request, *args, **kwargs)
-
-
-for _name in (
-    "chat_completion.serving:OpenAIServingChat.render_chat_request",
-    "completion.serving:OpenAIServingCompletion.render_completion_request",
-    "responses.serving:OpenAIServingResponses._render_resolved_response_inputs",
-):
-    _predicted.wraps(f"entrypoints.openai.{_name}", "takes predictions")(_take_prediction)

@@ -3,27 +3,56 @@ HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_trie.hooks.ledger.record import Result, Symbols
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
-Add = Callable[[Any, Sequence["CompletionOutput"]], None]
-"""Adds what outputs have to an answer."""
+_Value = TypeVar("_Value")
+
+CHAT = "chat_completion.serving:OpenAIServingChat.create_chat_completion"
+COMPLETION = "completion.serving:OpenAIServingCompletion.create_completion"
+RESPONSES = "responses.serving:OpenAIServingResponses.create_responses"
+"""Methods of ``vllm.entrypoints.openai`` that take a request and return its answer, or a stream;
+those of other APIs and of files of requests call them."""
 
 
-async def remembered(
-    results: AsyncIterator[Any], last: dict[tuple[int, int], CompletionOutput]
-) -> AsyncIterator[Any]:
-    """Pass results on, and keep the last output of each choice, by prompt and index."""
-    async for result in results:  # of completions with the index of their prompt
-        prompt, output = result if isinstance(result, tuple) else (0, result)
-        last.update({(prompt, out.index): out for out in output.outputs})
-        yield result
+async def answered_within(
+    variable: ContextVar[_Value], value: _Value, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Return what a coroutine function returns; the engine's requests are added while a variable
+    has a value, those of a stream when its first message is waited for."""
+    before = variable.set(value)
+    try:
+        answer = await call(*args, **kwargs)
+    finally:
+        variable.reset(before)
+    return _streamed_within(variable, value, answer) if is_stream(answer) else answer
+
+
+async def _streamed_within(
+    variable: ContextVar[_Value], value: _Value, stream: AsyncGenerator[Result, None]
+) -> AsyncGenerator[Result, None]:
+    async with aclosing(stream):
+        while True:
+            before = variable.set(value)
+            try:
+                message = await anext(stream)
+            except StopAsyncIteration:
+                return
+            finally:
+                variable.reset(before)
+            yield message
+
+
+def is_stream(answer: object) -> bool:
+    """Return whether an answer is a stream of messages."""
+    return isinstance(answer, AsyncGenerator)
 
 
 def take_along(engine: Symbols, key: str, why: str) -> None:
@@ -48,36 +77,3 @@ def take_along(engine: Symbols, key: str, why: str) -> None:
             kv_transfer_params = others or None
         outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
         return original(self, *outcome, kv_transfer_params, *args, **kwargs)
-
-
-def complete_answers(openai: Symbols, why: str, add: Add) -> None:
-    """Have something added to answers of ``/v1/completions`` and ``/v1/chat/completions``."""
-
-    @openai.wraps(
-        "completion.serving:OpenAIServingCompletion.request_output_to_completion_response", why
-    )
-    def completion_response(
-        original: Callable[..., Any],
-        self: object,
-        final_res_batch: Sequence[RequestOutput],
-        *args: object,
-        **kwargs: object,
-    ) -> Any:
-        response = original(self, final_res_batch, *args, **kwargs)
-        add(response, [output for result in final_res_batch for output in result.outputs])
-        return response
-
-    @openai.wraps("chat_completion.serving:OpenAIServingChat.chat_completion_full_generator", why)
-    async def chat_response(
-        original: Callable[..., Any],
-        self: object,
-        request: object,
-        result_generator: AsyncIterator[RequestOutput],
-        *args: object,
-        **kwargs: object,
-    ) -> Any:
-        last: dict[tuple[int, int], CompletionOutput] = {}
-        results = remembered(result_generator, last)
-        response = await original(self, request, results, *args, **kwargs)
-        add(response, list(last.values()))
-        return response

@@ -82,6 +82,12 @@ def option_keys() -> frozenset[str]:
     return frozenset({SPECULATION, *brought_options()})
 
 
+@functools.cache
+def chat_fields() -> frozenset[str]:
+    """Return the fields of chats that extras read."""
+    return frozenset(name for _, names in brought("chat_fields") for name in names)
+
+
 def is_switch(value: object) -> bool:
     """Return whether a value is a boolean; JSON's reach vLLM's extra arguments as 0 and 1."""
     return isinstance(value, int | float) and value in (0, 1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from vllm import SamplingParams
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -19,7 +21,6 @@ from vllm_trie.extras.predictions import counts as module
 from vllm_trie.extras.predictions.counts import CARRIED, COUNTS
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks import ledger
-from vllm_trie.hooks.frontend.answers import remembered
 from vllm_trie.hooks.ledger.installation import Installation
 from vllm_trie.hooks.ledger.table import patches_here
 
@@ -103,23 +104,54 @@ def test_outputs_that_nobody_takes_in_the_meantime():
     assert counts_of(result) == (2, 5)
 
 
-def test_streams_of_several_prompts():
-    """The last output of each is counted, whichever prompt and choice it is of."""
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_usage_of_answers(streams, monkeypatch):
+    """The counts of all requests of an answer are summed, whichever prompt and choice they are of;
+    other requests at the same time have no part in it."""
+    usage = UsageInfo(completion_tokens=8)
+    monkeypatch.setattr(module, "take_prediction", AsyncMock())
+    counted = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 11}
 
-    async def stream() -> AsyncIterator[tuple[int, Any]]:
-        for prompt, index, count in itertools.product(range(3), range(2), (1, 5)):
-            output = SimpleNamespace(index=index, **dict.fromkeys(COUNTS, count))
-            yield prompt, SimpleNamespace(outputs=[output])
+    async def respond(serving: Any, request: Any) -> Any:
+        async def stream() -> AsyncIterator[str]:
+            generate()
+            for choices in ([{}], []):
+                yield f"data: {json_of(choices, usage)}\n\n"
 
-    async def read(last: dict[tuple[int, int], Any]) -> int:
-        return len([result async for result in remembered(stream(), last)])
+        if streams:
+            return stream()
+        generate()
+        return SimpleNamespace(usage=usage)
 
-    last: dict[tuple[int, int], Any] = {}
-    assert asyncio.run(read(last)) == 12
-    assert module.counts_of(last.values()) == dict.fromkeys(COUNTS, 30)
+    def generate() -> None:
+        for counts in ((1, 5), (5, 6)):
+            request = Request(output_kind=RequestOutputKind.FINAL_ONLY)
+            request.step(TOKENS, counts, ends=True)
+
+    async def ask() -> Any:
+        request = SimpleNamespace(vllm_xargs={PREDICTION: b""})
+        answer = await module._answer(respond, SimpleNamespace(), request)
+        Request().step(TOKENS, (9, 9), ends=True)
+        return [json.loads(chunk[6:]) async for chunk in answer] if streams else answer
+
+    answer = asyncio.run(ask())
+    if streams:
+        first, last = (chunk["usage"] for chunk in answer)
+        assert "completion_tokens_details" not in first
+        assert last["completion_tokens_details"] == {"reasoning_tokens": 0, **counted}
+    else:
+        assert answer.usage.completion_tokens_details.model_dump() == {
+            "reasoning_tokens": 0,
+            **counted,
+        }
+
+
+def json_of(choices: list[Any], usage: UsageInfo) -> str:
+    body = {"choices": choices, "usage": usage.model_dump(exclude_none=True)}
+    return json.dumps(body, separators=(",", ":"))
 
 
 def test_answers_keep_what_a_feature_adds_where_the_other_steps_aside():
-    for name in ("chat_completion_full_generator", "request_output_to_completion_response"):
+    for name in ("create_chat_completion", "create_completion", "create_responses"):
         hooks = [patch for patch in ledger.entries() if patch.target.endswith(name)]
         assert {patch.feature for patch in hooks} == {"speculation", "beam"}

@@ -9,8 +9,7 @@ each token as an output of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,12 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_trie.drafts.engine import config
+from vllm_trie.hooks.frontend.answers import CHAT, RESPONSES, answered_within
 from vllm_trie.hooks.ledger.record import Result, Symbols
 from vllm_trie.hooks.wire import SPEC_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import PoolingRequestOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     Output = RequestOutput | PoolingRequestOutput
@@ -37,53 +36,18 @@ _splits: ContextVar[bool] = ContextVar("splits", default=False)
 """Whether the request that is being added gets its tokens one by one."""
 
 
-async def _token_by_token(stream: AsyncGenerator[Result, None]) -> AsyncGenerator[Result, None]:
-    """Pass a stream on, of requests that are added while its next message is waited for."""
-    async with aclosing(stream):
-        while True:
-            before = _splits.set(True)
-            try:
-                message = await anext(stream)
-            except StopAsyncIteration:
-                return
-            finally:
-                _splits.reset(before)
-            yield message
-
-
-@_streams.wraps(
-    "entrypoints.openai.chat_completion.serving:OpenAIServingChat._create_chat_completion",
-    "gives parsers single tokens",
-)
-async def chat_stream(
-    original: Callable[..., Any], self: Any, *args: object, **kwargs: object
+async def _token_by_token(
+    original: Callable[..., Any], self: Any, request: Any, *args: object, **kwargs: object
 ) -> Any:
-    answer = await original(self, *args, **kwargs)
-    is_parsed_stream = isinstance(answer, AsyncGenerator) and self.parser_cls is not None
-    if is_parsed_stream and config.read(self.engine_client.vllm_config) is not None:
-        return _token_by_token(answer)
-    return answer
+    """Answer a request whose stream is parsed token by token."""
+    is_parsed = any(getattr(self, name, None) for name in ("parser_cls", "parser", "use_harmony"))
+    if request.stream and is_parsed and config.read(self.engine_client.vllm_config) is not None:
+        return await answered_within(_splits, True, original, self, request, *args, **kwargs)
+    return await original(self, request, *args, **kwargs)
 
 
-@_streams.wraps(
-    "entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
-    "gives parsers single tokens",
-)
-def responses_stream(
-    original: Callable[..., Any],
-    self: Any,
-    request_id: object,
-    engine_input: object,
-    sampling_params: SamplingParams,
-    *args: object,
-    **kwargs: object,
-) -> Any:
-    results = original(self, request_id, engine_input, sampling_params, *args, **kwargs)
-    is_parsed = self.parser is not None or self.use_harmony
-    is_stream = sampling_params.output_kind is RequestOutputKind.DELTA
-    if is_parsed and is_stream and config.read(self.engine_client.vllm_config) is not None:
-        return _token_by_token(results)
-    return results
+for _name in (CHAT, RESPONSES):
+    _streams.wraps(f"entrypoints.openai.{_name}", "gives parsers single tokens")(_token_by_token)
 
 
 @_streams.subclasses(

@@ -24,7 +24,7 @@ from vllm_trie.searches.engine.beam_support import (
     reason_for_stock_search,
 )
 from vllm_trie.searches.engine.constraint import constraints, option_names
-from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
+from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL, served
 from vllm_trie.searches.engine.frontend.requests import check_api_request
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def search_online(
         _refuse_constraints(_extra_args(params), reason)
         logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
         return None
-    check_api_request(getattr(params, "openai_request", None))
+    check_api_request(_served_request())
     outputs: AsyncGenerator[RequestOutput, None] = serving.engine_client.generate(
         prompt,
         _server_params(params),
@@ -216,7 +216,7 @@ def _server_params(params: BeamSearchParams) -> SamplingParams:
     Raises:
         BeamRequestError: A field of the request does not go with beam search.
     """
-    request: Any = getattr(params, "openai_request", None)
+    request = _served_request()
     values = {
         name: value
         for name in _FIELDS
@@ -242,9 +242,14 @@ def _server_params(params: BeamSearchParams) -> SamplingParams:
     )
 
 
+def _served_request() -> Any:
+    """Return the server's request, for the fields that a ``BeamSearchParams`` lacks."""
+    call = served.get()
+    return None if call is None else call.request
+
+
 def _extra_args(params: BeamSearchParams) -> dict[str, Any]:
-    request = getattr(params, "openai_request", None)
-    return beam_extra_args(params) | (getattr(request, "vllm_xargs", None) or {})
+    return beam_extra_args(params) | (getattr(_served_request(), "vllm_xargs", None) or {})
 
 
 def _to_beam_output(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_trie.hooks.ledger.record import Result, of_beams
-from vllm_trie.hooks.start.limits import switch_off, switched_off
+from vllm_trie.hooks.frontend.answers import CHAT, COMPLETION, RESPONSES, answered_within
+from vllm_trie.hooks.ledger.record import of_beams
+from vllm_trie.hooks.start.limits import switch_off
 from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, extra_args_of
 from vllm_trie.searches.engine.frontend.beam_api import search_offline, search_online
+from vllm_trie.searches.engine.frontend.hypotheses import ServerCall, served
 from vllm_trie.searches.engine.frontend.requests import (
     check_api_request,
     check_processed,
@@ -109,29 +112,26 @@ def beam_search_online(
     return original(self, *arguments, **options) if outputs is None else outputs
 
 
-def _keep_request(original: Callable[..., Any], self: Any, *args: object, **kwargs: object) -> Any:
-    """Keep the request, for the fields that a ``BeamSearchParams`` lacks."""
-    params = original(self, *args, **kwargs)
-    params.openai_request = self
-    return params
+async def _answer(
+    original: Callable[..., Any], self: Any, request: Any, *args: object, **kwargs: object
+) -> Any:
+    """Check a beam request that came as ``vllm_xargs``; add the field ``beams`` to an answer whose
+    choices are hypotheses of searches.
+
+    It has an entry for each choice, in their order: what ``CompletionOutput.beam`` has offline,
+    with null for infinite numbers, which JSON does not have.
+    """
+    if not getattr(request, "use_beam_search", False):
+        check_api_request(request)
+    call = ServerCall(request, [])
+    answer = await answered_within(served, call, original, self, request, *args, **kwargs)
+    beams = [beam for search in call.searches for beam in search.beams]
+    if beams and hasattr(answer, "choices"):
+        answer.beams = json.loads(json.dumps(beams), parse_constant=lambda _: None)
+    return answer
 
 
-def _check_request(
-    original: Callable[..., Result], self: object, *args: object, **kwargs: object
-) -> Result:
-    """Check a beam request that came as ``vllm_xargs``."""
-    if not switched_off():
-        check_api_request(self)
-    return original(self, *args, **kwargs)
-
-
-_COMPLETION = "openai.completion.protocol:CompletionRequest"
-_CHAT = "openai.chat_completion.protocol:ChatCompletionRequest"
-_RESPONSES = "openai.responses.protocol:ResponsesRequest"
-
-for _protocol in (_COMPLETION, _CHAT):
-    _route.wraps(f"{_protocol}.to_beam_search_params", "keeps the request next to its parameters")(
-        _keep_request
+for _name in (CHAT, COMPLETION, RESPONSES):
+    _route.wraps(f"openai.{_name}", "checks beam requests; answers with the scores of hypotheses")(
+        _answer
     )
-for _protocol in (_COMPLETION, _CHAT, _RESPONSES):
-    _route.wraps(f"{_protocol}.to_sampling_params", "checks a beam request")(_check_request)

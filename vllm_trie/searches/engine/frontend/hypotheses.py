@@ -7,11 +7,11 @@ text, log-probabilities, a ``CompletionOutput``.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from vllm.outputs import CompletionOutput
@@ -21,7 +21,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_trie.hooks.frontend.answers import complete_answers, take_along
+from vllm_trie.hooks.frontend.answers import take_along
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.wire import SPEC_KEY, is_search
 from vllm_trie.searches.engine.frontend.metrics import record_search
@@ -34,12 +34,25 @@ if TYPE_CHECKING:
 _engine = of_beams("v1.engine.")
 _parent = of_beams("v1.engine.parallel_sampling:ParentRequest.")
 
+served: ContextVar[ServerCall | None] = ContextVar("served", default=None)
+"""The call of the server that is being answered."""
 PROMPT_TAIL = 64
 """Tokens of the prompt that are decoded with each hypothesis. Decoders look back a few tokens."""
 
 
+class ServerCall(NamedTuple):
+    """A request to the server, and its searches so far, in the order of their prompts."""
+
+    request: Any
+    searches: list[SearchOutputs]
+
+
 class SearchOutputs(ParentRequest):
-    """The outputs of a search, where vLLM collects those of a request with several."""
+    """The outputs of a search, where vLLM collects those of a request with several.
+
+    Attributes:
+        beams: What ``CompletionOutput.beam`` has of each hypothesis; empty without a result.
+    """
 
     def __init__(
         self, request: EngineCoreRequest, state: RequestState, tokenizer: TokenizerLike | None
@@ -61,6 +74,9 @@ class SearchOutputs(ParentRequest):
             ):
                 size *= 2
         self._request.prompt_token_ids = prompt[-size:]
+        self.beams: list[Any] = []
+        if (call := served.get()) is not None:
+            call.searches.append(self)
 
     @property
     def n(self) -> int:
@@ -92,6 +108,7 @@ class SearchOutputs(ParentRequest):
             _add_beam(output, hypothesis.beam, answer.shared)
             outputs.append(output)
             start = end
+        self.beams = [output.beam for output in outputs]  # type: ignore[attr-defined]
         self.max_num_generation_tokens = max(len(output.token_ids) for output in outputs)
         return outputs, True
 
@@ -157,19 +174,3 @@ def add_request(
 
 
 take_along(_engine, SPEC_KEY, "takes a search's result out of the field it travels in")
-
-
-def _add_beams(response: Any, outputs: Sequence[CompletionOutput]) -> None:
-    """Add the field ``beams`` to an answer whose choices are hypotheses of searches.
-
-    An entry for each choice, in their order: what ``CompletionOutput.beam`` has offline, with null
-    for infinite numbers, which JSON does not have.
-    """
-    beams = [output.beam for output in outputs if hasattr(output, "beam")]
-    if beams and hasattr(response, "choices"):
-        response.beams = json.loads(json.dumps(beams), parse_constant=lambda _: None)
-
-
-complete_answers(
-    of_beams("entrypoints.openai."), "answers with the scores of hypotheses", _add_beams
-)

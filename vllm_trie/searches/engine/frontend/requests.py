@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.hooks.frontend.request_options import option_keys, refusing_what_fails
+from vllm_trie.hooks.frontend.request_options import chat_fields, option_keys, refusing_what_fails
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
@@ -110,7 +110,9 @@ def check_api_request(request: Any) -> None:
     is_beam = getattr(request, "use_beam_search", False) or "beam_width" in (
         getattr(request, "vllm_xargs", None) or ()
     )
-    refuse_misplaced(getattr(request, "model_extra", None) or {}, is_beam)
+    fields = getattr(request, "model_extra", None) or {}
+    in_chats = chat_fields() if hasattr(request, "messages") else ()
+    refuse_misplaced({n: value for n, value in fields.items() if n not in in_chats}, is_beam)
     if is_beam and getattr(request, "stream", False):
         raise BeamRequestError(
             "stream=true is not supported with beam search: hypotheses are known only at the end; "
