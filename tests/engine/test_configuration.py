@@ -275,10 +275,8 @@ def wrapped() -> dict[str, Any]:
 
     return {
         "arguments": EngineArgs.add_cli_args,
-        "speculative": EngineArgs.create_speculative_config,
         "config": EngineArgs.create_engine_config,
         "update": Scheduler.update_from_output,
-        "stats": Scheduler.make_stats,
         "loggers": StatLoggerManager.__init__,
     }
 
@@ -433,7 +431,7 @@ def refusal():
 # Without the plugin vLLM is as it was, and its own error answers who asks for a tree method.
 assert "ngram_trie" in refusal()
 assert "vllm_trie" not in sys.modules
-for name in ("add_cli_args", "create_speculative_config", "create_engine_config"):
+for name in ("add_cli_args", "create_engine_config"):
     assert not hasattr(getattr(EngineArgs, name), "__wrapped__"), name
 
 # With it, a symbol is gone.

@@ -136,6 +136,10 @@ _other("v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_overr
     until=TREE_MASKS, platform="cpu")
 _other("v1.attention.backends.registry:AttentionBackendEnum.CUSTOM", "registered",
     "tree attention as a backend of its own", until=TREE_MASKS, platform="cuda")
+_other("v1.engine.input_processor:InputProcessor.__init__", "relied on",
+    "its speculative_config, which is taken away, only keeps min_p and logit_bias from requests; "
+    "they are exact where trees verify", "vllm_config",
+    until="vLLM's rejection sampler applies logits processors")
 _other("v1.core.sched.output:SchedulerOutput.num_invalid_spec_tokens", "set",
     "keeps fillers out of the count of draft tokens", until=STATS)
 Symbols("v1.attention.backends.triton_attn:", TREE_MASKS, platform="cuda")(

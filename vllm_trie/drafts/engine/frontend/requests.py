@@ -3,60 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
+from copy import copy
 from typing import TYPE_CHECKING
 
 from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.frontend.request_options import refusing_what_fails, with_packed_options
-from vllm_trie.hooks.ledger.record import Result, Symbols
+from vllm_trie.hooks.ledger.record import Symbols
+from vllm_trie.hooks.wire import CACHE_SALT, extra_args_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
-
-_samples_as_plain: ContextVar[bool] = ContextVar("samples_as_plain", default=False)
-"""Whether the engine of the request that is being checked samples as without speculation."""
 
 
 @Symbols("v1.engine.input_processor:InputProcessor.", "requests can opt out of speculation").wraps(
     "process_inputs",
-    "checks and packs options where a bad value is an error of one request",
+    "checks and packs options where a bad value is an error of one request; sends cache salts to "
+    "the worker",
 )
 def process_speculation(
-    original: Callable[..., Result],
+    original: Callable[..., EngineCoreRequest],
     self: InputProcessor,
     request_id: str,
     prompt: object,
     params: object,
     *args: object,
     **kwargs: object,
-) -> Result:
+) -> EngineCoreRequest:
+    """Check and pack a request's options, and add its cache salt to them.
+
+    Drafters that learn from finished requests must know whose text they may use.
+    """
     with refusing_what_fails():
         params = with_packed_options(self.vllm_config, params, self.tokenizer)
-        token = _samples_as_plain.set(_walks_trees(self.vllm_config))
-    try:
-        return original(self, request_id, prompt, params, *args, **kwargs)
-    finally:
-        _samples_as_plain.reset(token)
+    if self.speculative_config is not None and _samples_as_plain(self):
+        self.speculative_config = None
+    request = original(self, request_id, prompt, params, *args, **kwargs)
+    if request.cache_salt and request.sampling_params is not None:
+        request.sampling_params = salted = copy(request.sampling_params)  # it may be the client's
+        salted.extra_args = {**extra_args_of(salted), CACHE_SALT: request.cache_salt}
+    return request
 
 
-def _walks_trees(vllm_config: VllmConfig) -> bool:
-    return config.read(vllm_config) is not None and config.verification(vllm_config) == "tree"
-
-
-@Symbols("sampling_params:SamplingParams.").wraps(
-    "_validate_spec_decode",
-    "min_p and logit_bias are exact where trees verify",
-    until="vLLM's rejection sampler applies logits processors",
-)
-def validate_spec_decode(
-    original: Callable[..., None], self: SamplingParams, speculative_config: object
-) -> None:
-    """Allow ``min_p`` and ``logit_bias`` where trees verify drafts.
+def _samples_as_plain(processor: InputProcessor) -> bool:
+    """Return whether ``min_p`` and ``logit_bias`` are exact, as trees verify drafts.
 
     vLLM's rejection sampler does not apply them. A walk down a tree calls vLLM's own sampler with
-    the whole batch, as without speculation.
+    the whole batch, as without speculation. Only replayed traces do not go with either.
     """
-    if not _samples_as_plain.get():
-        original(self, speculative_config)
+    vllm_config = processor.vllm_config
+    return (
+        config.read(vllm_config) is not None
+        and config.verification(vllm_config) == "tree"
+        and not processor.model_config.enable_trace_replay
+    )

@@ -99,7 +99,10 @@ def validate_tokens(
     request: Request,
     spec_tokens: list[int],
 ) -> list[int]:
-    """Return the beginning of a draft that the grammar allows, as far as its time goes."""
+    """Return the beginning of a draft that the grammar allows, as far as its time goes.
+
+    Not in :class:`TimedGrammar`: vLLM 0.33 also asks grammars whether a single token is allowed.
+    """
     structured = request.structured_output_request
     grammar = None if structured is None else structured.grammar
     if not isinstance(grammar, TimedGrammar):

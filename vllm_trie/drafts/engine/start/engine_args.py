@@ -15,13 +15,13 @@ from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start.draft_support import choose_verification
 from vllm_trie.drafts.engine.start.translate import requested_method, translate
 from vllm_trie.extras import loaded
-from vllm_trie.hooks.ledger.record import PLUGGABLE, Result, Symbols
+from vllm_trie.hooks.ledger.record import PLUGGABLE, Symbols
 from vllm_trie.hooks.start import runner_choice
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
@@ -34,7 +34,7 @@ _ANSWERED = {
 
 
 @refusing_start()
-def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
+def configure(engine_args: EngineArgs) -> None:
     """Rewrite the engine arguments, in place, if they ask for a method of vllm-trie.
 
     Raises:
@@ -45,7 +45,7 @@ def configure(engine_args: EngineArgs, parallel_config: ParallelConfig) -> None:
     translate(engine_args)
     if method is not None:
         _answer_for_custom_class(engine_args)
-        _choose_worker(parallel_config, method)
+        _choose_worker(engine_args, method)
 
 
 def _answer_for_custom_class(engine_args: EngineArgs) -> None:
@@ -68,17 +68,17 @@ def _is_about_others(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(_ANSWERED[record.name])
 
 
-def _choose_worker(parallel_config: ParallelConfig, method: str) -> None:
+def _choose_worker(engine_args: EngineArgs, method: str) -> None:
     """Set the worker class if the user left it to vLLM; refuse another one."""
     from vllm.platforms import current_platform
 
     worker_class = config.CPU_WORKER_CLASS if current_platform.is_cpu() else config.GPU_WORKER_CLASS
-    if parallel_config.worker_cls not in ("auto", worker_class):
+    if engine_args.worker_cls not in ("auto", worker_class):
         raise RefusedError(
             f"speculative method {method!r} of vllm-trie brings its own worker class, but "
-            f"worker_cls={parallel_config.worker_cls!r} was set; leave worker_cls at 'auto'"
+            f"worker_cls={engine_args.worker_cls!r} was set; leave worker_cls at 'auto'"
         )
-    parallel_config.worker_cls = worker_class
+    engine_args.worker_cls = worker_class
 
 
 @refusing_start()
@@ -92,6 +92,13 @@ def verify(vllm_config: VllmConfig) -> None:
     """
     tree_config = config.read(vllm_config)
     if tree_config is not None:
+        speculative: Any = vllm_config.speculative_config
+        stands_for = (runner_choice.V1_METHOD, runner_choice.V2_METHOD)
+        if tree_config.speculator is None and speculative.method not in stands_for:
+            raise RefusedError(
+                f"speculative method {tree_config.method!r} was asked for, but the checkpoint "
+                f"brings {speculative.method!r}; serve the model that it names as its verifier"
+            )
         asked = tree_config.engine_options.verification
         if tree_config.speculator is not None:
             tree_config.speculator.check(vllm_config, asked)
@@ -128,30 +135,21 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
 # -- patches ---------------------------------------------------------------------------------------
 
 
-_arguments = Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE)
-
-
-@_arguments.wraps("create_speculative_config", "rewrites a method of vllm-trie to custom_class")
-def create_speculative_config(
-    original: Callable[..., Result],
-    self: EngineArgs,
-    target_model_config: ModelConfig,
-    target_parallel_config: ParallelConfig,
-) -> Result:
-    configure(self, target_parallel_config)
-    return original(self, target_model_config, target_parallel_config)
-
-
-@_arguments.wraps("create_engine_config", "refuses unsupported configurations at start-up")
+@Symbols("engine.arg_utils:EngineArgs.", PLUGGABLE).wraps(
+    "create_engine_config",
+    "rewrites a method of vllm-trie to one of vLLM's, and refuses unsupported configurations",
+)
 def create_engine_config(
     original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
 ) -> VllmConfig:
     """Verify each configuration that vLLM has completed."""
     given = copy.copy(vars(self))
+    configure(self)
     vllm_config = original(self, *args, **kwargs)
     if config.read(vllm_config) is not None and runner_choice.belongs_on_v2(vllm_config):
         vars(self).update(given)
         with runner_choice.on_v2():
+            configure(self)
             vllm_config = original(self, *args, **kwargs)
     verify(vllm_config)
     if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
