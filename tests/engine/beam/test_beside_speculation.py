@@ -22,14 +22,16 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
     llm = engine(speculative_config=SPECULATION, **OPTIONS, **pool)
     scheduler = scheduler_of(llm)
     drafted: dict[str, int] = {}
-    update = scheduler.update_draft_token_ids
+    schedule = scheduler.schedule
 
-    def watch(draft_token_ids):
-        update(draft_token_ids)
-        for request_id, request in scheduler.requests.items():
-            drafted[request_id] = drafted.get(request_id, 0) + len(request.spec_token_ids)
+    def watch(*args):
+        output = schedule(*args)
+        for request_id in scheduler.requests:
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+            drafted[request_id] = drafted.get(request_id, 0) + len(drafts)
+        return output
 
-    scheduler.update_draft_token_ids = watch
+    scheduler.schedule = watch
     try:
         greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         repetitive = [{"prompt_token_ids": [11, 12, 13, 14, 15 + i] * 12} for i in range(6)]
@@ -45,7 +47,7 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
             [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
         )
     finally:
-        del scheduler.update_draft_token_ids
+        del scheduler.schedule
     assert [list(result.outputs[0].token_ids) for result in results[:6]] == alone
     for case, result in zip(cases, results[6 : 6 + len(cases)], strict=True):
         check_case(SHIPPED, case, result)

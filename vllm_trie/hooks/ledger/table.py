@@ -28,7 +28,6 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("beam", "any"): "hooks.start.cpu_memory"
     " searches.engine.uses searches.engine.frontend.extension"
     " searches.engine.frontend.hypotheses searches.engine.scheduler.beam_scheduler"
-    " searches.engine.scheduler.proxies"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2",
     ("beam", "cpu"): "searches.engine.worker.block_copies searches.engine.worker.shared_prompt",
 }

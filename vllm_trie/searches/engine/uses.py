@@ -40,6 +40,11 @@ _beams("v1.structured_output.request:StructuredOutputRequest.grammar", "read",
 _beams("v1.worker.gpu.async_utils:stream", "called",
     "copies candidates in the stream of a step's output", "to_stream from_stream",
     until=TOKEN_LISTS)
+_beams("v1.worker.gpu.async_utils:AsyncOutput.get_output", "set",
+    "sends the candidates of a step with its output", "", until=TOKEN_LISTS)
+_beams("v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "set",
+    "in the plugin's schedulers: takes blocks for all beams of a group where vLLM schedules the "
+    "request that stands for it", "request")
 _beams("v1.outputs:SamplerOutput", "made", "a step of beams only needs no sampler",
     "sampled_token_ids logprobs_tensors")
 _beams("v1.outputs:ModelRunnerOutput", "changed", "carries the candidates", "req_ids")

@@ -20,6 +20,7 @@ one step is in flight whose beams the search hears of later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from vllm.config.scheduler import SchedulerConfig
@@ -28,7 +29,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.hooks.ledger.record import of_beams
@@ -37,6 +38,7 @@ from vllm_trie.hooks.wire import is_search
 from vllm_trie.searches.engine.beam_support import cache_reason
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy
 from vllm_trie.searches.engine.scheduler.groups import BeamGroups, Outputs
+from vllm_trie.searches.engine.scheduler.proxies import allocate_slots
 
 logger = init_logger(__name__)
 
@@ -51,6 +53,8 @@ class TrieBeamScheduler(Scheduler):
         self.beam_off = reason_off(self.vllm_config)
         if self.beam_off is None and (reason := cache_reason(self.kv_cache_config)):
             self.switch_off(reason)
+        manager: Any = self.kv_cache_manager
+        manager.allocate_slots = partial(allocate_slots, manager, manager.allocate_slots)
         self.beam_groups = BeamGroups(self)
         self.beam_counters = self.beam_groups.counters
 
@@ -95,13 +99,6 @@ class TrieBeamScheduler(Scheduler):
         if not super()._handle_blocked_waiting_request(request):
             return False
         return not self.beam_groups.by_id or self.beam_groups.lets_start(request)
-
-    @_scheduler.overrides("proxies get no drafts")
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        super().update_draft_token_ids(draft_token_ids)
-        for group in self.beam_groups.by_id.values():
-            # The worker drafted behind a prompt; the group goes on with the search's tokens.
-            group.beams.proxy.spec_token_ids = []
 
     @_scheduler.overrides("an aborted request takes its proxy along")
     def finish_requests(
@@ -149,18 +146,6 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
     Ordinary requests run ahead of their outputs. Outputs of beams decide what they compute next:
     a search takes part in every other step, unless the device can choose for it.
     """
-
-    @of_beams("v1.core.sched.async_scheduler:AsyncScheduler.").overrides(
-        "beams do not run ahead of their outputs"
-    )
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        if self.beam_off is not None:
-            return
-        scheduled = scheduler_output.num_scheduled_tokens
-        for group in self.beam_groups.by_id.values():
-            if group.beams.proxy.request_id in scheduled:
-                group.beams.set_placeholders()
 
 
 def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler]:

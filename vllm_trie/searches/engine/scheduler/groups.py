@@ -174,6 +174,8 @@ class BeamGroups:
     def before_schedule(self) -> None:
         """Prepare groups for the step that vLLM is about to schedule."""
         for group in [*self.by_id.values()]:
+            # The worker drafted behind a prompt; the group goes on with the search's tokens.
+            group.beams.proxy.spec_token_ids = []
             with self._failing_alone(group):  # its grammar may not compile
                 if group.rules is not None:
                     group.rules.prepare(group.beam_width)
@@ -190,7 +192,12 @@ class BeamGroups:
         return True
 
     def after_schedule(self, output: SchedulerOutput) -> None:
-        """Send the beams of the scheduled groups, and what selects their candidates."""
+        """Send the beams of the scheduled groups, and what selects their candidates. They do not
+        run ahead of their outputs, as vLLM's asynchronous scheduler has let their proxies."""
+        if self._scheduler.scheduler_config.async_scheduling:
+            for group in self.by_id.values():
+                if group.beams.proxy.request_id in output.num_scheduled_tokens:
+                    group.beams.set_placeholders()
         self.admission.end_step()
         self._scheduler.max_num_scheduled_tokens = self.limits.tokens_per_step
         proxies.send_beams(self._scheduler, output, self.counters)

@@ -22,7 +22,6 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy, GroupBeams
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
 from vllm_trie.searches.engine.scheduler.tables import RangedCopies, check_references, ranged
@@ -234,17 +233,14 @@ def check_proxies(scheduler: Scheduler, groups: Collection[BeamGroup]) -> None:
     check_references(manager, chain.from_iterable(held for _, held in scheduler.deferred_frees))
 
 
-@of_beams("v1.core.kv_cache_manager:KVCacheManager.").wraps(
-    "allocate_slots",
-    "takes blocks for all beams of a group where vLLM schedules the request that stands for it",
-)
 def allocate_slots(
+    manager: KVCacheManager,
     original: Callable[..., KVCacheBlocks | None],
-    self: KVCacheManager,
     request: Request,
     *args: object,
     **kwargs: object,
 ) -> KVCacheBlocks | None:
+    """Allocate a request's KV slots as vLLM does, or those of all beams that it stands for."""
     if isinstance(request, BeamProxy) and request.beams.decodes:
-        return self.empty_kv_cache_blocks if request.beams.take_blocks(self) else None
-    return original(self, request, *args, **kwargs)
+        return manager.empty_kv_cache_blocks if request.beams.take_blocks(manager) else None
+    return original(request, *args, **kwargs)

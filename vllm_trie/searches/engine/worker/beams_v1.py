@@ -51,22 +51,23 @@ class AttachedBeams:
         self._loras: list[int] = []  # of beams alone
         self.places: dict[str, np.ndarray] = {}
         self.steps: Sequence[BeamStep] = ()
+        self._scheduled: dict[str, int] = {}
 
     @property
     def num_beams(self) -> int:
         """The number of attached rows."""
         return sum(map(len, self.places.values()))
 
-    def attach(self, steps: Sequence[BeamStep], scheduler_output: SchedulerOutput) -> None:
+    def attach(self, steps: Sequence[BeamStep], scheduled: dict[str, int]) -> None:
         """Write beams behind the requests of the batch.
 
         Args:
             steps: Of the groups in this step.
-            scheduler_output: The runner's own copy, to which the beams are added.
+            scheduled: Tokens of each request in this step; has the beams, too, until they are taken
+                out of the batch.
         """
         runner, batch = self._runner, self._runner.input_batch
-        scheduled = scheduler_output.num_scheduled_tokens
-        self.steps = steps
+        self.steps, self._scheduled = steps, scheduled
         for step in steps:
             first = batch.num_reqs
             names = self._names_of(step)
@@ -110,7 +111,7 @@ class AttachedBeams:
         first = batch.num_reqs - self.num_beams
         for name in batch._req_ids[first:]:
             assert name is not None
-            del batch.req_id_to_index[name], self._runner.requests[name]
+            del batch.req_id_to_index[name], self._runner.requests[name], self._scheduled[name]
         del batch._req_ids[first:]
         rows = slice(first, first + self.num_beams)
         batch.request_lora_mapping[rows] = 0
@@ -134,24 +135,18 @@ def beams_of(runner: GPUModelRunner) -> AttachedBeams:
     return beams
 
 
-def with_own_counts(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Return an output to which the runner may add beams: the scheduler reads the original."""
-    if not getattr(scheduler_output, BEAM_STEPS, None):
-        return scheduler_output
-    result = copy(scheduler_output)
-    result.num_scheduled_tokens = {**scheduler_output.num_scheduled_tokens}
-    return result
-
-
-@_runner.wraps("_update_states", "attaches the beams of groups behind the requests")
+@_runner.wraps(
+    "_update_states", "attaches the beams of groups behind the requests, takes what is asked for"
+)
 def _update_states(
     original: Callable[..., Result], self: GPUModelRunner, scheduler_output: SchedulerOutput
 ) -> Result:
     beams = beams_of(self)
+    beams.selector.selections = getattr(scheduler_output, SELECTIONS, [])
     beams.forget(scheduler_output.finished_req_ids)
     corrections = original(self, scheduler_output)
     if steps := getattr(scheduler_output, BEAM_STEPS, ()):
-        beams.attach(steps, scheduler_output)
+        beams.attach(steps, scheduler_output.num_scheduled_tokens)
     return corrections
 
 
@@ -178,18 +173,6 @@ def without_beams(
         bonus_logits_indices=metadata.bonus_logits_indices[:count],
         logits_indices=metadata.logits_indices[:num_rows],
     )
-
-
-@_runner.wraps("execute_model", "takes what the scheduler asks for")
-def execute_model(
-    original: Callable[..., Result],
-    self: GPUModelRunner,
-    scheduler_output: SchedulerOutput,
-    *args: object,
-    **kwargs: object,
-) -> Result:
-    beams_of(self).selector.selections = getattr(scheduler_output, SELECTIONS, [])
-    return original(self, with_own_counts(scheduler_output), *args, **kwargs)
 
 
 @_runner.wraps(

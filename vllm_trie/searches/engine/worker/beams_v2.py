@@ -8,9 +8,10 @@ of the children that the device has chosen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
@@ -26,19 +27,18 @@ from vllm_trie.searches.engine.worker.selection import Selector, send
 if TYPE_CHECKING:
     import torch
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    from vllm_trie.searches.engine.constraint import StepCandidates
+    from vllm_trie.searches.unfetched import Unfetched
 
 _v2 = of_beams("v1.worker.gpu.", TOKEN_LISTS)
 _RUNNER = "model_runner:GPUModelRunner."
 _SELECTS = "candidates of beams, out of all beams of a search"
 _BEAMS = "_vllm_trie_beams"
 """Attribute of a model runner, and of its sampler, with its :class:`BeamSlots`."""
-_SELECTED = "_vllm_trie_selected"
-"""Attribute of the output of a step with what :class:`Selector` has selected."""
 _PREFILLED = [0]
 """Tokens that a beam has for the runner, whatever its text: it decodes, and prefills nothing."""
 
@@ -208,24 +208,22 @@ def sample_and_select(
     return original(self, logits, input_batch, *args, **kwargs)
 
 
-@_v2.wraps(f"{_RUNNER}sample_tokens", "keeps the candidates with the output of the step")
+@_v2.wraps(f"{_RUNNER}sample_tokens", "sends the candidates with the output of the step")
 def sample_tokens(
-    original: Callable[..., Result], self: GPUModelRunner, *args: object, **kwargs: object
-) -> Result:
+    original: Callable[..., Any], self: GPUModelRunner, *args: object, **kwargs: object
+) -> Any:
     output = original(self, *args, **kwargs)
     selector = beams_of(self).selector
     if selector.selected:
-        setattr(output, _SELECTED, selector.selected)
+        output.get_output = functools.partial(_with, selector.selected, output.get_output)
         selector.selected = []
     return output
 
 
-@_v2.wraps(
-    "async_utils:AsyncOutput.get_output",
-    "sends the candidates, whose copies came before those of its own",
-)
-def get_output(original: Callable[..., ModelRunnerOutput], self: AsyncOutput) -> ModelRunnerOutput:
-    output = original(self)
-    if selected := vars(self).get(_SELECTED):
-        send(selected, output)
+def _with(
+    selected: Sequence[Unfetched[StepCandidates] | None], get_output: Callable[[], Any]
+) -> Any:
+    """Return a step's output with the candidates, whose copies came before those of its own."""
+    output = get_output()
+    send(selected, output)
     return output
