@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.engine.conftest import runner_of
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly, RunnerV2Mixin
@@ -18,7 +19,7 @@ Patch = pytest.MonkeyPatch
 
 def _in_batch(patch: Patch, change: Callable[[Any, torch.Tensor], None]) -> None:
     """Change each batch with drafts and its KV slots."""
-    stock = RunnerV2Mixin.prepare_attn
+    stock = GPUModelRunner.prepare_attn
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         prepared = stock(self, input_batch)
@@ -26,7 +27,7 @@ def _in_batch(patch: Patch, change: Callable[[Any, torch.Tensor], None]) -> None
             change(input_batch, prepared[1])
         return prepared
 
-    patch.setattr(RunnerV2Mixin, "prepare_attn", prepare_attn)
+    patch.setattr(GPUModelRunner, "prepare_attn", prepare_attn)
 
 
 def _wrong_positions(patch: Patch) -> None:

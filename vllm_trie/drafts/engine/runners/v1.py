@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds, SamplerOutput
     from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
 
     from vllm_trie.drafts import DraftRequest
@@ -134,15 +133,11 @@ class V1Speculation(Adapter):
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self.release_one(request_id, self.runner.requests.get(request_id))
-
-    def release_one(self, request_id: str, state: CachedRequestState | None) -> None:
-        """Forget a request that has ended, by its last state."""
-        ended = None
-        if state is not None and state.prompt_token_ids is not None:
-            text = np.array([*state.prompt_token_ids, *state.output_token_ids], dtype=np.int32)
-            ended = ended_request(request_id, state, text, state.num_prompt_tokens)
-        self.trees.release(request_id, ended)
+            state, ended = self.runner.requests.get(request_id), None
+            if state is not None and state.prompt_token_ids is not None:
+                text = np.array([*state.prompt_token_ids, *state.output_token_ids], dtype=np.int32)
+                ended = ended_request(request_id, state, text, state.num_prompt_tokens)
+            self.trees.release(request_id, ended)
 
     # -- what vLLM asks of a proposer --------------------------------------------------------------
 
@@ -233,10 +228,11 @@ class ChainRunnerMixin(_Runner):
         finally:
             generators.update(hidden)
 
-    @_runner.overrides("begins a step, with its clock")
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    @_runner.overrides("begins a step, with its clock; forgets the trees of ended requests")
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self.adapter.begin_step(self.adapter.step())
-        return super().execute_model(*args, **kwargs)
+        self.adapter.release(scheduler_output.finished_req_ids)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     @_runner.overrides(
         "the step receives and places its drafts; one without drafts is prepared as if "
@@ -306,11 +302,6 @@ class ChainRunnerMixin(_Runner):
     def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
         # One request near the length limit would cost all others their drafts.
         return True
-
-    @_runner.overrides("forgets the trees of ended requests")
-    def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
-        super()._on_request_state_removed(req_id, req_state)
-        self.adapter.release_one(req_id, req_state)
 
 
 class TreeRunnerMixin(ChainRunnerMixin):

@@ -245,14 +245,10 @@ class RunnerV2Mixin(_Runner):
     def _dummy_run(self, num_tokens: int, *args: Any, context_len: int = 0, **kwargs: Any) -> Any:
         return super()._dummy_run(num_tokens, *args, **kwargs)
 
-    @_runner.overrides("forgets ended requests")
+    @_runner.overrides("forgets ended requests, and keeps the text of new ones for drafters")
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().finish_requests(scheduler_output)
         self.adapter.release(scheduler_output.finished_req_ids)
-
-    @_runner.overrides("keeps the requests' text on the host, for drafters")
-    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        super().add_requests(scheduler_output)
         self.adapter.add_requests(scheduler_output.scheduled_new_reqs)
 
     @_runner.overrides("drafts, and verifies as many tokens as were drafted")
@@ -279,16 +275,6 @@ class RunnerV2Mixin(_Runner):
         self._rows_of_requests = np.diff(batch.cu_num_logits_np)
         self.adapter.resume("inputs", batch)
         return batch
-
-    @_runner.overrides(
-        "positions of tree nodes follow their depth, once the KV slots follow from flat ones"
-    )
-    def prepare_attn(
-        self, input_batch: InputBatch
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        prepared = super().prepare_attn(input_batch)
-        self.adapter.resume("positions", prepared[1])
-        return prepared
 
     @_runner.overrides(
         "names the adapter of each row of logits; vLLM names one for each request, which "

@@ -175,11 +175,16 @@ class V2TreeAdapter(V2Adapter):
             state.prepare_inputs = self._follows_depths(state.prepare_inputs)
 
     def _hands_trees_on(self, prepare_attn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a model state's method whose metadata carries the step's trees."""
+        """Return a model state's method whose metadata carries the step's trees, and before which
+        positions of nodes follow their depth, once the KV slots follow from flat ones."""
 
         @functools.wraps(prepare_attn)
-        def with_trees(*args: object, **kwargs: object) -> Any:
-            by_layer = prepare_attn(*args, **kwargs)
+        def with_trees(
+            batch: InputBatch, mode: Any, tables: Any, slot_mappings: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if self.waits_for == "positions":  # not in a dummy run
+                self.resume("positions", slot_mappings)
+            by_layer = prepare_attn(batch, mode, tables, slot_mappings, *args, **kwargs)
             hand_on(self.trees.step.tree_batch, by_layer)
             return by_layer
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 else:
     _Worker = object
 
-_cpu = Symbols("v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu")
-
 
 class DraftingWorkerMixin(_Worker):
     """Overrides of vLLM's workers around the runner's adapter."""
@@ -64,10 +62,7 @@ class DraftingWorkerMixin(_Worker):
         else:
             adapter.switch_off(why)
 
-    @_cpu.overrides("saves what was learned")
-    @Symbols("v1.worker.gpu_worker:Worker.", TREE_DRAFTS, platform="cuda").overrides(
-        "saves what was learned"
-    )
+    @Symbols("v1.worker.gpu_worker:Worker.", TREE_DRAFTS).overrides("saves what was learned")
     def shutdown(self) -> None:
         if self.adapter is not None:
             self.adapter.close()
