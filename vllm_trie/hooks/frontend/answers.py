@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_trie.hooks.ledger.record import Result, Symbols
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.output_processor import OutputProcessor
 
 _Value = TypeVar("_Value")
 
@@ -59,21 +60,19 @@ def take_along(engine: Symbols, key: str, why: str) -> None:
     """Have what the scheduler sends along with a request's outputs taken out of the field it
     travels in, into ``vars`` of the request's state under the same key."""
 
-    @engine.wraps("output_processor:RequestState.make_request_output", why)
-    def make_request_output(
+    @engine.wraps("output_processor:OutputProcessor.process_outputs", why)
+    def process_outputs(
         original: Callable[..., Result],
-        self: RequestState,
-        new_token_ids: object,
-        pooling_output: object,
-        finish_reason: object,
-        stop_reason: object,
-        kv_transfer_params: dict[str, Any] | None = None,
+        self: OutputProcessor,
+        engine_core_outputs: list[EngineCoreOutput],
         *args: object,
         **kwargs: object,
     ) -> Result:
-        if kv_transfer_params is not None and key in kv_transfer_params:
-            vars(self)[key] = kv_transfer_params[key]
-            others = {name: value for name, value in kv_transfer_params.items() if name != key}
-            kv_transfer_params = others or None
-        outcome = (new_token_ids, pooling_output, finish_reason, stop_reason)
-        return original(self, *outcome, kv_transfer_params, *args, **kwargs)
+        for output in engine_core_outputs:
+            sent = output.kv_transfer_params
+            if sent is not None and key in sent:
+                if (state := self.request_states.get(output.request_id)) is not None:
+                    vars(state)[key] = sent[key]
+                others = {name: value for name, value in sent.items() if name != key}
+                output.kv_transfer_params = others or None
+        return original(self, engine_core_outputs, *args, **kwargs)

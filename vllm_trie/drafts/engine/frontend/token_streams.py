@@ -20,7 +20,6 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.frontend.answers import CHAT, RESPONSES, answered_within
 from vllm_trie.hooks.ledger.record import Result, Symbols
-from vllm_trie.hooks.wire import SPEC_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import PoolingRequestOutput, RequestOutput
@@ -91,7 +90,7 @@ class TokenCollector(RequestOutputCollector):
             super().put(self._waiting.popleft())
 
 
-_OF_ALL = frozenset(("request_id", "kv_transfer_params"))  # with what is sent along
+_OF_ALL = frozenset(("request_id", "kv_transfer_params"))
 _OF_FIRST = frozenset(
     ("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "prefill_stats", "routed_experts")
 )
@@ -128,8 +127,7 @@ def _split(
 ) -> Iterator[EngineCoreOutput]:
     for output in outputs:
         state = None
-        # The hypotheses of a search come as one.
-        if len(output.new_token_ids) > 1 and SPEC_KEY not in (output.kv_transfer_params or ()):
+        if len(output.new_token_ids) > 1:
             state = processor.request_states.get(output.request_id)
         if state is not None and getattr(state.queue, "splits", False):
             yield from tokens_of(output)
