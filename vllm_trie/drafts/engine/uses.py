@@ -113,7 +113,9 @@ _masked("v1.attention.backends.registry:register_backend", "called",
 _masked("v1.attention.selector:_cached_get_attn_backend.cache_clear", "called",
     "an earlier engine in the same process may have cached vLLM's backend")
 _masked("v1.worker.gpu.model_states.interface:ModelState.prepare_attn", "set",
-    "makes the metadata of each layer, which then carries the step's trees")
+    "makes the metadata of each layer, which then carries the step's trees, once its KV slots are "
+    "known and positions of nodes may change",
+    "input_batch cudagraph_mode block_tables slot_mappings")
 _v2("model_states.interface:ModelState.prepare_inputs", "set",
     "makes positions in several dimensions (M-RoPE), which then follow the depths of nodes",
     "input_batch req_states")
