@@ -65,6 +65,29 @@ def plain_outputs(
     return outputs
 
 
+def largest_score_error(llm: Any, prompts: Sequence[Prompt], num_tokens: int) -> float:
+    """Search, and compute each hypothesis at once; the greatest difference of log-probabilities."""
+    search = SamplingParams(
+        n=3, temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False,
+        extra_args={"beam_width": 3},
+    )  # fmt: skip
+    results = generate(llm, prompts, search)
+    hypotheses = [(result.prompt_token_ids, out) for result in results for out in result.outputs]
+    texts: list[Prompt] = [
+        {"prompt_token_ids": [*source, *out.token_ids]} for source, out in hypotheses
+    ]
+    at_once = SamplingParams(
+        max_tokens=1, prompt_logprobs=0, detokenize=False, extra_args={"speculation": False}
+    )
+    errors = []
+    for (source, out), scored in zip(hypotheses, generate(llm, texts, at_once), strict=True):
+        logprobs = scored.prompt_logprobs[len(source) :]
+        pairs = zip(logprobs, out.token_ids, strict=True)
+        total = sum(of_token[token_id].logprob for of_token, token_id in pairs)
+        errors.append(abs(total - out.cumulative_logprob))
+    return max(errors)
+
+
 def tell_oracle(outputs: Iterable[Any]) -> None:
     """Let the oracle drafter know the right answers."""
     for output in outputs:

@@ -19,6 +19,7 @@ from tests.engine.compare import (
     Prompt,
     differences,
     generate,
+    largest_score_error,
     preemptions,
     speculation,
     tell_oracle,
@@ -95,7 +96,7 @@ def largest_gap(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy(engine, tmp_path, request, monkeypatch, name):
     family = (FAMILIES | VARIANTS)[name]
-    if "vision_config" in family.config:
+    if has_images := "vision_config" in family.config:
         request.getfixturevalue("_images")
     options = {
         "model": write_model(tmp_path / "model", family, repeats=True),
@@ -131,6 +132,8 @@ def test_greedy(engine, tmp_path, request, monkeypatch, name):
     accepted, rejected = draft_tokens(llm)
     assert accepted > 40
     assert rejected > 40
+    if not has_images:  # which a search cannot begin with
+        assert largest_score_error(llm, prompts, 24) < 1e-4
     if name in PARTIAL_TREES and len(runner_of(llm).adapter.cache_groups) > 1:
         # The first group's KV moves, that of the others does not.
         stock = compaction.compact

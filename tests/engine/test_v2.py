@@ -191,7 +191,8 @@ def test_families_that_trees_cannot_serve(results) -> None:
     }
     assert all(family["rejected"] > 0 for family in results["families"].values())
     assert sum(family["accepted"] for family in results["families"].values()) > 0
-    assert results["families"]["Qwen 3 VL"]["score_error"] < 1e-4  # of native beams
+    for name in ("Qwen 3 VL", "gpt-oss"):
+        assert results["families"][name]["score_error"] < 1e-4  # of native beams
 
 
 def test_routed_experts_are_those_of_the_accepted_path(results) -> None:

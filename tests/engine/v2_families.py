@@ -30,7 +30,7 @@ from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
-from tests.engine.compare import differences, generate, tell_oracle
+from tests.engine.compare import differences, generate, largest_score_error, tell_oracle
 from tests.engine.conftest import add_experts_group, runner_of
 from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
@@ -53,8 +53,8 @@ IN_TREES = (EXPERTS, "Qwen 3 VL", "gpt-oss")
 """Verified as trees, most with the true path in them."""
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL", EXPERTS)
 """Windows and soft caps, sinks, attention in chunks, and positions of images; and experts."""
-SEARCHED = ("Qwen 3 VL",)
-"""Its beams have positions in three dimensions (M-RoPE); the others have no native search."""
+SEARCHED = ("Qwen 3 VL", "gpt-oss")
+"""Beams with positions in three dimensions (M-RoPE), and in two KV cache groups."""
 
 
 def prompts() -> list[dict[str, list[int]]]:
@@ -109,7 +109,7 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
         "differences": differences(expected, outputs),
         "accepted": accepted,
         "rejected": drafted - accepted,
-        "score_error": largest_score_error(plain) if name in SEARCHED else None,
+        "score_error": score_error(plain) if name in SEARCHED else None,
         "other_experts": rows_with_other_experts(expected, outputs) if name == EXPERTS else None,
     }
 
@@ -128,27 +128,11 @@ def text_positions(input_tokens: Sequence[int], mm_features: Any) -> tuple[torch
     return torch.arange(len(input_tokens)).expand(3, -1), 0
 
 
-def largest_score_error(llm: LLM) -> float:
-    """Search, and compute each hypothesis at once; the greatest difference of log-probabilities."""
+def score_error(llm: LLM) -> float:
+    """Return the error of native searches in texts, see :func:`largest_score_error`."""
     runner_of(llm).model.get_mrope_input_positions = text_positions
     llm.reset_prefix_cache()  # of prompts with the positions of images
-    search = SamplingParams(
-        n=3, temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False,
-        extra_args={"beam_width": 3},
-    )  # fmt: skip
-    results = llm.generate(prompts(), search, use_tqdm=False)
-    hypotheses = [(result.prompt_token_ids, out) for result in results for out in result.outputs]
-    texts = [{"prompt_token_ids": [*source, *out.token_ids]} for source, out in hypotheses]
-    at_once = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    errors = []
-    for (source, out), scored in zip(
-        hypotheses, llm.generate(texts, at_once, use_tqdm=False), strict=True
-    ):
-        places = scored.prompt_logprobs[len(source) :]
-        pairs = zip(places, out.token_ids, strict=True)
-        total = sum(logprobs[token_id].logprob for logprobs, token_id in pairs)
-        errors.append(abs(total - out.cumulative_logprob))
-    return max(errors)
+    return largest_score_error(llm, prompts(), 9)
 
 
 def take_the_devices_recurrent_kernels() -> None:

@@ -32,7 +32,7 @@ class Pool:
         self.num_used += count
         self.free += range(self._next, self._next + count)
         self._next += count
-        return [SimpleNamespace(block_id=self.free.pop()) for _ in range(count)]
+        return [SimpleNamespace(block_id=self.free.pop(), is_null=False) for _ in range(count)]
 
     def free_blocks(self, blocks: list[Any]) -> None:
         self.num_used -= len(blocks)
@@ -52,6 +52,7 @@ class Cache:
             block_size=block_size,
             req_to_blocks={"p": self.pool.get_new_blocks(num_blocks)},
             records_new_block_ids=False,
+            remove_skipped_blocks=lambda *_: None,
         )
         table = [block.block_id for block in manager.req_to_blocks["p"]]
         for position in range(len(prompt)):

@@ -149,7 +149,8 @@ class _Check:
         self._prompt_len = max(1, min(block_size - 3, max_len // 3))
         self._num_tokens = min(block_size + 8, max_len - self._prompt_len - 1)
         slots = beam_slots(core.vllm_config)
-        blocks = num_blocks(scheduler.kv_cache_manager)
+        num_groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        blocks = num_blocks(scheduler.kv_cache_manager) // num_groups
         self._widths = [
             width
             for width in sorted({min(width, slots) for width in _WIDTHS[: 3 if is_cuda() else 2]})

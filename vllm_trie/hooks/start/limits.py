@@ -196,14 +196,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "multi-head latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "{model}: multi-head latent attention (MLA) is not supported"),
-    Limit(BEAMS, "sliding windows, unless `disable_sliding_window` lifts them",
-        lambda c: c.model_config.get_sliding_window() is not None,
-        "{model}: sliding-window attention is not supported; if the model allows it, set "
-        "disable_sliding_window=True"),
-    Limit(BEAMS, "attention in chunks",
-        lambda c: getattr(c.model_config, "attention_chunk_size", None),
-        "{model}: attention in chunks (attention_chunk_size={found}) is not supported; run this "
-        "model without vllm-trie"),
     Limit(TREES, f"a `dtype` other than {', '.join(_DTYPES)}",
         lambda c: _dtype(c) not in _DTYPES and _dtype(c),
         f"dtype={{found}} is not supported; use {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}"),

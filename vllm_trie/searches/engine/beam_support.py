@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_FORKED = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+)
 
 # -- engines ---------------------------------------------------------------------------------------
 
@@ -55,14 +64,14 @@ def beam_slots(vllm_config: VllmConfig) -> int:
 def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
     """Return why beams cannot share and copy KV blocks of this cache, None if they can.
 
-    A model's cache says what its configuration may not: only groups that keep every token of a
-    request, one state each, can be forked block by block.
+    A model's cache says what its configuration may not: only groups that keep tokens of a request,
+    one state each, can be forked block by block.
     """
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}
         for layer_spec in specs.values():
-            if type(layer_spec) not in (FullAttentionSpec, MLAAttentionSpec):
+            if type(layer_spec) not in _FORKED:
                 return f"KV cache of kind {type(layer_spec).__name__} is not supported"
             if getattr(layer_spec, "tokens_per_state", 1) != 1:
                 return "compressed KV cache (several tokens in one state) is not supported"
@@ -104,14 +113,13 @@ def check_slots(beam_width: int, slots: int) -> None:
 
 
 def check_blocks(
-    num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int, blocks: int
+    needed: int, num_prompt_tokens: int, beam_width: int, block_size: int, blocks: int
 ) -> None:
     """Refuse a search that needs more KV blocks, of `block_size` tokens, than an engine has.
 
     Raises:
-        BeamRequestError: It needs more than `blocks`.
+        BeamRequestError: `needed` is above `blocks`.
     """
-    needed = min_blocks(num_prompt_tokens, beam_width, max_new_tokens, block_size)
     if needed > blocks:
         raise BeamRequestError(
             f"beam_width={beam_width} with a prompt of {num_prompt_tokens} tokens needs at "
@@ -123,7 +131,7 @@ def check_blocks(
 def min_blocks(
     num_prompt_tokens: int, beam_width: int, max_new_tokens: int, block_size: int
 ) -> int:
-    """Return the fewest KV blocks with which a search can take its steps.
+    """Return the fewest blocks of one KV cache group with which a search can take its steps.
 
     After the first fork every beam has a block of its own behind the prompt's full blocks.
     """

@@ -53,6 +53,11 @@ _beams("v1.attention.backends.cpu_attn:_get_attn_isa", "called",
     platform="cpu")
 _beams("v1.core.kv_cache_utils:KVCacheBlockCopy", "made", "the copy of a tail block",
     "src_block_id dst_block_id")
+_manager = "v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager."
+_beams(f"{_manager}get_num_skipped_tokens", "called", "blocks that a search does not need",
+    "num_computed_tokens")
+_beams(f"{_manager}remove_skipped_blocks", "called", "gives back blocks before a prompt's window",
+    "request_id processed_computed_tokens")
 _beams("v1.core.block_pool:BlockPool.get_new_blocks", "called", "blocks of beams", "num_blocks")
 _beams("v1.core.block_pool:BlockPool.free_blocks", "called", "gives back blocks of beams",
     "ordered_blocks")

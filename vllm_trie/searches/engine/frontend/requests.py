@@ -29,6 +29,7 @@ from vllm_trie.searches.engine.beam_support import (
     check_blocks,
     check_inputs,
     check_slots,
+    min_blocks,
     unsupported_rule,
 )
 from vllm_trie.searches.engine.constraint import constraints, option_names
@@ -251,9 +252,12 @@ def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     spec = beam_spec(params)
     if spec.constraint is not None:
         spec.constraint.check_processed(vllm_config, params, len(prompt))
-    if cache.num_gpu_blocks:  # known here
+    # Known here; before a window the engine needs no blocks, and checks that itself.
+    if cache.num_gpu_blocks and vllm_config.model_config.get_sliding_window() is None:
         # Data-parallel engines report the sum of their blocks.
         blocks = cache.num_gpu_blocks // vllm_config.parallel_config.data_parallel_size - 1
         room = vllm_config.model_config.max_model_len - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
-        check_blocks(len(prompt), spec.options.beam_width, max_new, cache.block_size, blocks)
+        width, block_size = spec.options.beam_width, cache.block_size
+        needed = min_blocks(len(prompt), width, max_new, block_size)
+        check_blocks(needed, len(prompt), width, block_size, blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from vllm_trie.searches.engine.search_wire import BeamStep
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 
 class EngineLimits(NamedTuple):
@@ -24,14 +25,15 @@ class EngineLimits(NamedTuple):
 
     Attributes:
         max_model_len, vocab_size: Of the model.
-        block_size, num_blocks: Tokens of a KV block, and as many blocks as requests may hold.
+        parts: vLLM's managers of the KV cache groups.
+        num_blocks: As many blocks as requests may hold.
         tokens_per_step: As many beams as a step may compute.
         on_device: Whether the device may choose the children of plain searches.
     """
 
     max_model_len: int
     vocab_size: int
-    block_size: int
+    parts: Sequence[SingleTypeKVCacheManager]
     num_blocks: int
     tokens_per_step: int
     on_device: bool
@@ -391,7 +393,8 @@ class GroupBeams:
         self._give_up_pass()
         prompt_len = self._prompt_len
         block_sizes = [table.block_size for table in self._tables]
-        room = Room(prompt_len, block_sizes, self._most_blocks, self._most_beams)
+        num_blocks = self._most_blocks + sum(table.num_null for table in self._tables)
+        room = Room(prompt_len, block_sizes, num_blocks, self._most_beams)
         depth, self._passes = cheapest_passes(generated, self._computed.depth, room)
         kept = min(depth, self._computed.depth)
         ancestors = prefix_level(generated, kept)

@@ -68,19 +68,22 @@ class BeamGroup:
         self._of_group, self.search = of_group, of_group.search
         self.rules = rules
         self.num_logprobs = params.logprobs
-        settings, block_size = self.search.settings, limits.block_size
-        self.beam_width, num_tokens = settings.beam_width, request.num_prompt_tokens
-        self.min_blocks = min_blocks(
-            num_tokens, self.beam_width, settings.max_new_tokens, block_size
-        )
-        # The trie is little larger than its longest path: hypotheses meet a few tokens back.
-        num_tokens += settings.max_new_tokens
-        self.expected_blocks = cdiv(num_tokens, block_size) + 2 * self.beam_width
+        width, max_new_tokens = self.search.settings.beam_width, self.search.settings.max_new_tokens
+        self.beam_width, num_tokens = width, request.num_prompt_tokens
+        self.min_blocks = self.expected_blocks = 0
+        for part in limits.parts:
+            size = part.block_size
+            num_null = part.get_num_skipped_tokens(num_tokens) // size  # before a window
+            least = min_blocks(num_tokens, width, max_new_tokens, size)
+            self.min_blocks += least - num_null
+            # The trie is little larger than its longest path: hypotheses meet a few tokens back.
+            longest = cdiv(num_tokens + max_new_tokens, size)
+            self.expected_blocks += longest + 2 * width - num_null
 
         self.arrival, self.arrival_step = time.monotonic(), arrival_step
         self.started = self.parked = False
         limits = limits._replace(on_device=limits.on_device and of_group.is_plain)
-        params = internal_params(settings.max_new_tokens)
+        params = internal_params(max_new_tokens)
         self.beams = GroupBeams(request, params, self.search, limits)
         self._report: dict[str, object] | None = None
         # Those of the present step of the search, by pass; None if the worker failed.

@@ -70,7 +70,7 @@ class BeamGroups:
         self.limits = EngineLimits(
             scheduler.max_model_len,
             vllm_config.model_config.get_vocab_size(),
-            scheduler.block_size,
+            scheduler.kv_cache_manager.coordinator.single_type_managers,
             num_blocks(scheduler.kv_cache_manager),
             scheduler.max_num_scheduled_tokens,
             on_device,
@@ -156,11 +156,11 @@ class BeamGroups:
             )
         else:
             of_group = spec.constraint.start(self._opened[type(spec.constraint)], params, settings)
-        settings = of_group.search.settings
-        sizes = settings.max_new_tokens, limits.block_size, limits.num_blocks
-        check_blocks(len(prompt), settings.beam_width, *sizes)
-        current_step = self._scheduler.current_step
-        return BeamGroup(request, spec.n, of_group, limits, current_step, rules)
+        current_step, block_size = self._scheduler.current_step, self._scheduler.block_size
+        group = BeamGroup(request, spec.n, of_group, limits, current_step, rules)
+        sizes = group.beam_width, block_size, limits.num_blocks
+        check_blocks(group.min_blocks, len(prompt), *sizes)
+        return group
 
     def _rules(self, request: Request) -> GroupRules | None:
         assert request.sampling_params is not None

@@ -79,7 +79,8 @@ class BeamTables:
 
     Attributes:
         block_size: Tokens of a block.
-        shared: int32 [blocks], the full blocks of the prompt.
+        shared: int32 [blocks], the full blocks of the prompt; vLLM's null block before a window.
+        num_null: How many blocks those are.
         suffix: int32 [beams, blocks], what comes behind them.
     """
 
@@ -93,12 +94,14 @@ class BeamTables:
             prompt_len: Tokens of the prompt.
         """
         self._manager, self._pool = manager, manager.block_pool
+        manager.remove_skipped_blocks(proxy_id, prompt_len)  # before a window; none from now on
         self._blocks = blocks = manager.req_to_blocks[proxy_id]
         self.block_size, self._prompt_len = manager.block_size, prompt_len
         full, tail = divmod(prompt_len, self.block_size)
         self._pool.free_blocks(blocks[full + bool(tail) :])  # reserved for drafts
         del blocks[full + bool(tail) :]
         self._num_shared = full
+        self.num_null = len([block for block in blocks if block.is_null])
         block_ids = np.array([block.block_id for block in blocks], dtype=np.int32)
         self.shared, self.suffix = block_ids[:full], block_ids[None, full:]
         self._kept: np.ndarray | None = None  # the suffix of beams to go back to
@@ -148,7 +151,7 @@ class BeamTables:
     @property
     def num_held(self) -> int:
         """The number of blocks that the group holds."""
-        return len(self._blocks)
+        return len(self._blocks) - self.num_null
 
     def starts_block(self, num_computed: int) -> bool:
         """Return whether beams of `num_computed` tokens need a fresh tail block each."""
@@ -237,9 +240,9 @@ class BeamTables:
         Args:
             fresh: Ids of blocks that were taken for a step whose beams the device chooses.
         """
-        held = [block.block_id for block in self._blocks]
+        held = [block.block_id for block in self._blocks if not block.is_null]
         assert len(held) == len(set(held)), "a group holds a block twice"
-        in_tables = {*self.shared.tolist(), *self.suffix.ravel().tolist(), *fresh}
+        in_tables = {*self.shared[self.num_null :].tolist(), *self.suffix.ravel().tolist(), *fresh}
         if self._kept is not None:
             in_tables.update(self._kept.ravel().tolist())
         assert set(held) == in_tables, f"held {sorted(held)}, in tables {sorted(in_tables)}"

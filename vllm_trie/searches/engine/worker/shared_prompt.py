@@ -80,6 +80,7 @@ def _is_plain(attention: CPUAttentionBackendImpl, layer: Any) -> bool:
     return (
         layer.isa in SUPPORTED_ISAS
         and attention.sliding_window == -1
+        and not getattr(layer, "attention_chunk_size", None)
         and attention.alibi_slopes is None
         and attention.sinks is None
         and not attention.logits_soft_cap
