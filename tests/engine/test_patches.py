@@ -11,11 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.processes import ROOT, environment, run_program
 
 PATCHES = ROOT / "patches"
 INSTALLED = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
@@ -62,9 +63,10 @@ def outcomes(vllm: Path, folder: Path) -> dict[str, set[str]]:
 
 
 def test_subjects_and_reasons():
+    numbers = {version: [int(patch.name[:4]) for patch in series(version)] for version in TREES}
+    assert sorted({*chain(*numbers.values())}) == [*range(1, 10)]
+    assert [len(of) - len({*of}) for of in numbers.values()] == [0, 0]
     for version in TREES:
-        numbers = [int(patch.name[:4]) for patch in series(version)]
-        assert numbers == list(range(1, len(numbers) + 1))
         for patch in series(version):
             head, _, _ = patch.read_text().partition("\ndiff --git ")
             assert re.search(r"^Subject: \[PATCH\] \[\w+\]\S* \S", head, re.MULTILINE), patch.name
@@ -85,3 +87,10 @@ def test_each_test_fails_without_its_patch(version, tmp_path):
     without = outcomes(TREES[version].parent, folder)
     assert {name for name in tests if "FAILED" in without.get(name, ())} == tests
     assert outcomes(folder, folder) == {name: {"PASSED"} for name in tests}
+    below = "" if version == "0.32.0" else f"{os.pathsep}{TREES[version].parent}"
+    assert run_program("tests.engine.patched_run", PYTHONPATH=f"{folder}{below}") == {
+        "vllm": str(folder / "vllm"),
+        "method": "custom_speculator",
+        "same": True,
+        "accepted": True,
+    }

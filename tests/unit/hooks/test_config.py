@@ -5,13 +5,13 @@ from __future__ import annotations
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from vllm_trie.drafts import Drafter, available_methods, registry
 from vllm_trie.drafts.drafter import DrafterOptions
-from vllm_trie.drafts.engine.config import PROPOSER_CLASS, read
+from vllm_trie.drafts.engine.config import PROPOSER_CLASS, SPECULATOR_CLASS, read
 from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.drafts.engine.start import translate as translation
 from vllm_trie.drafts.engine.start.arguments import meant, refuse_misspelled_method
@@ -23,6 +23,7 @@ from vllm_trie.drafts.engine.start.translate import (
 )
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.hooks.start.refusal import refusing_start
+from vllm_trie.hooks.start.runner_choice import on_v2
 from vllm_trie.searches.engine import beam_support
 
 THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom_class")
@@ -61,6 +62,7 @@ def _vllm(monkeypatch):
     """Some fields and methods of vLLM's; importing it takes longer than all these tests."""
     fields = {"method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"}
     fields |= {"prompt_lookup_max", "suffix_decoding_max_tree_depth"}
+    fields |= {"num_speculative_tokens_per_batch_size"}
     monkeypatch.setattr(translation, "_speculative_config_fields", lambda: frozenset(fields))
     monkeypatch.setattr(misspelled, "vllm_methods", lambda: THEIRS)
 
@@ -255,6 +257,20 @@ def test_a_trained_drafter_becomes_its_method_of_vllm():
 def test_the_class_without_a_method_is_refused():
     with pytest.raises(ValueError, match=r"names no method.*ngram_trie"):
         settings_of(arguments({"method": "custom_class", "model": PROPOSER_CLASS}))
+
+
+@pytest.mark.parametrize("methods", [("ngram_gpu",), ("ngram_gpu", "custom_speculator")])
+def test_methods_of_v2(methods, monkeypatch):
+    """The second is that of a patched vLLM."""
+    from vllm.config import speculative as vllms
+
+    monkeypatch.setattr(vllms, "SpeculativeMethod", Literal[methods])
+    engine_args = arguments(TRIE)
+    with on_v2():
+        assert settings_of(engine_args).method == "ngram_trie"
+        assert requested_method(engine_args) == "ngram_trie"
+    assert engine_args.speculative_config["method"] == methods[-1]
+    assert engine_args.speculative_config["model"] == SPECULATOR_CLASS
 
 
 @pytest.mark.parametrize(

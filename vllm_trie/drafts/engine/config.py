@@ -22,6 +22,8 @@ VERIFICATION = "verification"
 Verification = Literal["auto", "tree", "chain"]
 
 PROPOSER_CLASS = "vllm_trie.drafts.engine.runners.v1.V1Speculation"
+SPECULATOR_CLASS = "vllm_trie.drafts.engine.runners.v2.HostSpeculator"
+"""What vLLM is told to draft with, on Model Runner V1 and on V2."""
 CPU_WORKER_CLASS = "vllm_trie.drafts.engine.workers.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.drafts.engine.workers.cuda_worker.TreeGPUWorker"
 
@@ -114,7 +116,7 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
     if speculative is None:
         return None
     carried = own_part(vllm_config.additional_config)
-    if speculative.model != PROPOSER_CLASS:
+    if speculative.model not in (PROPOSER_CLASS, SPECULATOR_CLASS):
         # Of a trained drafter, or another method of vLLM's without the plugin.
         return parse_carried(carried) if "method" in carried else None
     if "method" not in carried:

@@ -1,8 +1,8 @@
 """Which of vLLM's two model runners serves an engine with a method of vllm-trie.
 
 vLLM chooses Model Runner V1 for ``custom_class``, the method that the plugin's are rewritten to,
-and V2 for ``ngram_gpu``. Drafts run where vLLM runs an engine without speculation: on V2 on GPUs,
-and elsewhere where the user asks for V2.
+and V2 for ``ngram_gpu``, and for ``custom_speculator`` if it is patched. Drafts run where vLLM runs
+an engine without speculation: on V2 on GPUs, and elsewhere where the user asks for V2.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_trie.hooks.ledger.patch import Scope
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 V1_METHOD = "custom_class"
 V2_METHOD = "ngram_gpu"
-"""Methods of vLLM in whose place a method of the plugin goes."""
+PATCHED_V2_METHOD = "custom_speculator"
+METHODS = (V1_METHOD, V2_METHOD, PATCHED_V2_METHOD)
+"""Methods of vLLM in whose place a method of the plugin goes. The last is of patch 0009 in
+`patches/`, by which vLLM makes the speculator that is named."""
 
 _on_v2: ContextVar[bool] = ContextVar("on_v2", default=False)
 
@@ -38,9 +41,12 @@ def on_v2() -> Iterator[None]:
 def stands_for() -> str:
     """Return the method of vLLM that a method of the plugin is rewritten to."""
     import vllm.envs as envs
+    from vllm.config import speculative
 
-    asks_for_v2 = bool(envs.VLLM_USE_V2_MODEL_RUNNER) or _on_v2.get()
-    return V2_METHOD if asks_for_v2 else V1_METHOD
+    if not (envs.VLLM_USE_V2_MODEL_RUNNER or _on_v2.get()):
+        return V1_METHOD
+    is_patched = PATCHED_V2_METHOD in get_args(getattr(speculative, "SpeculativeMethod", None))
+    return PATCHED_V2_METHOD if is_patched else V2_METHOD
 
 
 def belongs_on_v2(vllm_config: VllmConfig) -> bool:

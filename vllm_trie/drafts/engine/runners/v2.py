@@ -25,6 +25,7 @@ from vllm_trie.drafts.engine.runners.v2_lengths import most_logits_rows
 from vllm_trie.drafts.engine.start.draft_support import check_states
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
 from vllm_trie.hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols
+from vllm_trie.hooks.start.runner_choice import PATCHED_V2_METHOD
 
 if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
@@ -322,11 +323,13 @@ def init_speculator(
     device: torch.device,
     req_states: RequestState,
 ) -> Any:
-    """Make the plugin's speculator, or take in vLLM's; in place only while a worker makes its
-    runner."""
+    """Make the plugin's speculator where vLLM does not, or take in vLLM's; in place only while a
+    worker makes its runner."""
     tree_config = config.read(vllm_config)
+    speculative: Any = vllm_config.speculative_config
     if tree_config is None or tree_config.speculator is None:
-        return HostSpeculator(vllm_config, device, req_states)
+        make = original if speculative.method == PATCHED_V2_METHOD else HostSpeculator
+        return make(vllm_config, device, req_states)
     speculator = original(vllm_config, device, req_states)
     speculator.adapter = adapter = _make_adapter(vllm_config, device, req_states)
     tree_config.speculator.attach(speculator, adapter.trees.guard.drafter, adapter.propose)

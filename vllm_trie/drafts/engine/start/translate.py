@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafts import available_methods
-from vllm_trie.drafts.engine.config import PROPOSER_CLASS, parse, parse_carried
+from vllm_trie.drafts.engine.config import PROPOSER_CLASS, SPECULATOR_CLASS, parse, parse_carried
 from vllm_trie.drafts.engine.start import arguments
 from vllm_trie.hooks.start import runner_choice
 from vllm_trie.hooks.start.additional_config import (
@@ -70,7 +70,8 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     for name in named:
         if name in methods:
             return str(name)
-    if PROPOSER_CLASS in named or (named[1] is not None and named[1] == _speculator(engine_args)):
+    is_drafter = named[1] is not None and named[1] == _speculator(engine_args)
+    if PROPOSER_CLASS in named or SPECULATOR_CLASS in named or is_drafter:
         return own_part(engine_args.additional_config).get("method")
     return None
 
@@ -116,14 +117,14 @@ def translate(engine_args: EngineArgs) -> None:
     if draft_model is not None:
         carried["draft_model"] = draft_model
     parsed = parse(carried)  # the errors should reach the user now, not in a worker
-    is_v2 = stands_for == runner_choice.V2_METHOD or parsed.speculator is not None
+    is_v2 = stands_for != runner_choice.V1_METHOD or parsed.speculator is not None
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
     num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
     if is_v2 and parsed.speculator is None:
         limits = _TIERS if runner_choice.takes_any_length(engine_args) else _TIERS_OF_ONE_LENGTH
         passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes, limits))
 
-    model: str | None = PROPOSER_CLASS
+    model: str | None = SPECULATOR_CLASS if is_v2 else PROPOSER_CLASS
     if parsed.speculator is not None:
         stands_for, model = parsed.speculator.method, parsed.speculator.model
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
@@ -201,7 +202,7 @@ def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
 
 
 def _check_method(method: str, named: object) -> None:
-    if named not in (None, method, runner_choice.V1_METHOD, runner_choice.V2_METHOD):
+    if named not in (None, method, *runner_choice.METHODS):
         raise RefusedError(
             f"the speculative model {method!r} is a method of vllm-trie, but method={named!r} was "
             f"asked for; leave the model out or set method={method!r}"
@@ -210,7 +211,7 @@ def _check_method(method: str, named: object) -> None:
 
 def _draft_model(method: str, model: object) -> object:
     """Return the model that the drafter should load, None if the name is only the method's."""
-    if model in (method, PROPOSER_CLASS):
+    if model in (method, PROPOSER_CLASS, SPECULATOR_CLASS):
         return None
     if model in available_methods():
         raise RefusedError(
