@@ -216,6 +216,17 @@ def test_the_newer_vllm() -> None:
     assert result["ahead"]["salts"] == SALTS
     assert result["hypotheses"] == 16
     assert result["check"] == [None, True]
+    # With a trained drafter, prompts in parts, preemptions, a prefix cache and aborts, and steps
+    # after which the scheduler wants no drafts.
+    union = result["union"]
+    assert union["own"]
+    assert union["async"]
+    assert union["greedy"] == []
+    assert union["preempted"] > 0
+    assert union["accepted"] > 0
+    assert union["skipped"] > 0
+    assert not any(union["failures"].values())
+    assert union["blocks_lost"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -246,18 +257,6 @@ def test_recorded_text_from_a_model_of_an_8bs_shapes(in_bfloat16, name) -> None:
 
 def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:
     assert results["vllm"]["differences"] == []
-
-
-def test_unions_with_a_trained_drafter(results) -> None:
-    """With prompts in parts, preemptions, a prefix cache and aborts, scheduled asynchronously."""
-    union = results["union"]
-    assert union["own"]
-    assert union["async"]
-    assert union["greedy"] == []
-    assert union["preempted"] > 0
-    assert union["accepted"] > 0
-    assert not any(union["failures"].values())
-    assert union["blocks_lost"] == 0
 
 
 def test_trained_drafters_alone_accept_what_vllms_own_method_accepts(results) -> None:

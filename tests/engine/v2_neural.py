@@ -62,9 +62,25 @@ def count_accepted(llm: LLM) -> list[int]:
     return accepted
 
 
+def steps_without_drafts(llm: LLM) -> list[bool]:
+    """Return a list that each step adds to whether its scheduler wants no drafts, as vLLM 0.33's
+    does after parts of prompts and before the last token."""
+    scheduler, skipped = scheduler_of(llm), list[bool]()
+    stock = scheduler.schedule
+
+    def schedule(*args: Any) -> Any:
+        output = stock(*args)
+        skipped.append(getattr(output, "skip_drafts", False))
+        return output
+
+    scheduler.schedule = schedule
+    return skipped
+
+
 def run_union(llm: LLM, requests: tuple[Any, Any], plain: list[Any]) -> dict[str, Any]:
     """Chains longer than the drafter's, with n-grams: preemptions, prompts in parts, aborts."""
     before = free_blocks(llm)
+    skipped = steps_without_drafts(llm)
     with preemptions(llm) as preempted:
         outputs = generate(llm, *requests)
     result: dict[str, Any] = {
@@ -73,6 +89,7 @@ def run_union(llm: LLM, requests: tuple[Any, Any], plain: list[Any]) -> dict[str
         "greedy": differences(plain, outputs),
         "preempted": len(preempted),
         "accepted": accepted_tokens(llm),
+        "skipped": sum(skipped),
     }
     check_outputs_beside_aborts(llm, plain, requests[1], {3: [0]})
     result["failures"] = trees_of(llm).totals.draft_failures
@@ -94,10 +111,10 @@ def run_alone(
     return results
 
 
-def compare_neural(
+def compare_union(
     engine: MakeEngine, requests: tuple[Any, Any], plain: list[Any], folder: Path
 ) -> dict[str, Any]:
-    """Return what differs from plain outputs and what is accepted.
+    """Return what differs from plain outputs and what is accepted; see :func:`run_union`.
 
     Args:
         engine: Takes engine options.
@@ -105,14 +122,18 @@ def compare_neural(
         plain: Their outputs.
         folder: Takes a draft model.
     """
+    model = make_draft_model(folder, num_layers=3)
+    entry = {"method": "draft_model", "model": model, "num_speculative_tokens": LENGTH}
+    return run_union(engine(**union(entry, 2 * LENGTH)), requests, plain)
+
+
+def compare_neural(
+    engine: MakeEngine, requests: tuple[Any, Any], plain: list[Any]
+) -> dict[str, Any]:
+    """Return what differs from plain outputs and what is accepted, alone."""
     eagle = {"method": "eagle", "model": str(eagle_path()), "num_speculative_tokens": LENGTH}
-    alone = {
+    engines = {
         "own": engine(speculative_config=eagle),
         "ours": engine(**union(eagle, LENGTH, **NO_TEXT)),
     }
-    model = make_draft_model(folder, num_layers=3)
-    entry = {"method": "draft_model", "model": model, "num_speculative_tokens": LENGTH}
-    return {
-        "alone": run_alone(alone, requests, plain),
-        "union": run_union(engine(**union(entry, 2 * LENGTH)), requests, plain),
-    }
+    return {"alone": run_alone(engines, requests, plain)}

@@ -50,7 +50,7 @@ from tests.engine.test_random_requests import run as answers_of
 from tests.engine.v2_delivery import differing_deliveries
 from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_faults import ENGINE, FAULTS, reasons
-from tests.engine.v2_neural import compare_neural
+from tests.engine.v2_neural import compare_neural, compare_union
 from tests.engine.v2_replay import replay
 from tests.engine.v2_trees import (
     differing,
@@ -537,7 +537,7 @@ def compare_all(folder: Path) -> dict[str, Any]:
         "differences": differences(plain["long"][:3], outputs),
     }
     result["families"] = compare_families(TESTED, LONG)
-    result |= compare_neural(engine, (TEXTS[:4], greedy()), plain["long"][:4], folder)
+    result |= compare_neural(engine, (TEXTS[:4], greedy()), plain["long"][:4])
     return {**result, "walks": differing_walks(20), "deliveries": differing_deliveries(20)}
 
 
@@ -554,7 +554,9 @@ def compare_newer(folder: Path) -> dict[str, Any]:
         "adapted": adapted(llm, adapters),
     }
     tell_oracle([*plain["greedy"], *plain["seeds"]])
-    result: dict[str, Any] = {}
+    requests = TEXTS[:4], greedy()
+    union = compare_union(engine, requests, generate(llm, *requests), folder)
+    result: dict[str, Any] = {"union": union}
     for name, options in {
         "ahead": {"speculative_config": AHEAD, **ADAPTERS},
         "trees": {"speculative_config": TREES},

@@ -430,7 +430,7 @@ class V2Adapter(Adapter):
     def _read_prompts(self, texts: Sequence[RequestText], max_nodes: int) -> None:
         """Let the drafter read the prompts that the device is computing."""
         unread = [text for text in texts if text.data.req_id in self._unread]
-        if unread:
+        if unread and max_nodes:
             self._unread.difference_update(text.data.req_id for text in unread)
             requests = [self._draft_request(text, max_nodes) for text in unread]
             self.trees.guard.read_prompts([request for request in requests if request is not None])

@@ -89,7 +89,7 @@ class V2Chains:
             last_hidden_states,
             *rest,
             dummy_run=dummy_run,
-            num_speculative_tokens=self._length,
+            num_speculative_tokens=self._length if num_speculative_tokens != 0 else 0,
             **more,
         )
         if dummy_run:
