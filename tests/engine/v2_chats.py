@@ -53,6 +53,7 @@ def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     expected: list[Any] = []
     result: dict[str, Any] = {}
+    engines = []  # kept: the end of one would be the end of what they share
     for runner, is_v2 in (("V1", False), ("V2", True)):
         v2_on_cpu.use_v2(is_v2)
         for method, options in METHODS.items():
@@ -67,6 +68,7 @@ def main() -> None:
                 disable_log_stats=False,
                 **options,
             )
+            engines.append(llm)
             assert isinstance(runner_of(llm), GPUModelRunner) == is_v2
             outputs = generate(llm, prompts, GREEDY, batch_size=1)
             expected = expected or outputs
