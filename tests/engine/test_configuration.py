@@ -338,7 +338,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
         (f"{_SCHEDULER}._update_request_as_session", "speculation"),
         ("vllm.v1.structured_output:StructuredOutputManager._create_grammar", "speculation"),
         ("vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids", "speculation"),
-        ("vllm.engine.arg_utils:EngineArgs.create_speculative_config", "speculation"),
+        ("vllm.config.vllm:VllmConfig.compute_hash", "speculation"),
         ("vllm.v1.engine.core:EngineCoreProc._make_ready_response", "beam"),
         (f"{_SCHEDULER}._handle_blocked_waiting_request", "beam"),
     ],

@@ -193,6 +193,7 @@ def test_the_newer_vllm_where_it_is_not_listed():
     """Engines in processes of their own."""
     program = "tests.extras.device_checks.engine.release_check_run"
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    variables["VLLM_LOGGING_LEVEL"] = "INFO"  # other tests of this process lower it
     done = run_python("-m", program, **variables, **newer_vllm())
     for passed in ("requests without drafts", "drafts"):
         assert f"Its hooks fit, and {passed} passed their check" in done.stdout

@@ -93,8 +93,7 @@ def verify(vllm_config: VllmConfig) -> None:
     tree_config = config.read(vllm_config)
     if tree_config is not None:
         speculative: Any = vllm_config.speculative_config
-        stands_for = (runner_choice.V1_METHOD, runner_choice.V2_METHOD)
-        if tree_config.speculator is None and speculative.method not in stands_for:
+        if tree_config.speculator is None and speculative.method not in runner_choice.METHODS:
             raise RefusedError(
                 f"speculative method {tree_config.method!r} was asked for, but the checkpoint "
                 f"brings {speculative.method!r}; serve the model that it names as its verifier"
