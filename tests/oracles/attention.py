@@ -49,13 +49,13 @@ def tree_attention_in_torch(
         if kind.soft_cap:
             scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
         positions = torch.from_numpy(_key_positions(trees, index))
-        own = positions[row.seq_len - row.num_queries :, None]
+        of_queries = positions[row.seq_len - row.num_queries :, None]
         if kind.alibi_slopes is not None:
-            scores += kind.alibi_slopes.to(scores)[:, None, None] * (positions - own)
+            scores += kind.alibi_slopes.to(scores)[:, None, None] * (positions - of_queries)
         if kind.window:
-            mask = mask & (positions > own - kind.window)
+            mask = mask & (positions > of_queries - kind.window)
         if kind.chunk:
-            mask = mask & (positions // kind.chunk == own // kind.chunk)
+            mask = mask & (positions // kind.chunk == of_queries // kind.chunk)
         scores.masked_fill_(~mask, -torch.inf)
         if kind.sinks is not None:
             sinks = kind.sinks.to(scores)[:, None, None].expand(-1, row.num_queries, 1)

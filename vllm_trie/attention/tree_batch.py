@@ -116,11 +116,11 @@ def slot_mask(
         committed = seq_len - len(ancestor_words)
         positions = np.arange(seq_len)
         positions[committed:] = mask[num_queries - len(ancestor_words) :].sum(axis=1) - 1
-        own = positions[seq_len - num_queries :, None]
+        of_queries = positions[seq_len - num_queries :, None]
         if kind.window:
-            mask &= positions > own - kind.window
+            mask &= positions > of_queries - kind.window
         if kind.chunk:
-            mask &= positions // kind.chunk == own // kind.chunk
+            mask &= positions // kind.chunk == of_queries // kind.chunk
     return mask
 
 

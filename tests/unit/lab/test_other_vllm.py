@@ -46,16 +46,16 @@ def compare() -> dict[str, Any]:
         if patch.parameters is not None:
             names = list(inspect.signature(ledger.resolve(patch.target)).parameters)
             drop = ("self", "cls")
-            found = [name for name in files.parameters(patch.target) if name not in drop]
-            if [name for name in names if name not in drop] != found:
-                differences.append([patch.target, names, found])
+            read_names = [name for name in files.parameters(patch.target) if name not in drop]
+            if [name for name in names if name not in drop] != read_names:
+                differences.append([patch.target, names, read_names])
     return {"differences": differences, "unchecked": unchecked, "entries": len(ledger.entries())}
 
 
-def assert_the_same(found: dict[str, Any]) -> None:
-    assert found["differences"] == []
-    assert found["entries"] > 200
-    assert len(found["unchecked"]) < 20, found["unchecked"]
+def assert_the_same(comparison: dict[str, Any]) -> None:
+    assert comparison["differences"] == []
+    assert comparison["entries"] > 200
+    assert len(comparison["unchecked"]) < 20, comparison["unchecked"]
 
 
 def test_it_finds_what_the_check_finds() -> None:
@@ -233,15 +233,15 @@ def report(read: OtherReport, monkeypatch: pytest.MonkeyPatch) -> OtherReport:
 
 
 def test_what_moved_is_reported_and_nothing_else(report: OtherReport) -> None:
-    found = {
+    moved = {
         hook.target.removeprefix("vllm.v1."): hook.status
         for hook in report.hooks
         if hook.status not in ("ok", "not checked")
     }
-    lost = {name for name in found if name.startswith("worker.gpu.async_utils:")}
+    lost = {name for name in moved if name.startswith("worker.gpu.async_utils:")}
     assert len(lost) >= 4
-    assert {found.pop(name) for name in lost} == {"missing"}
-    assert found == {
+    assert {moved.pop(name) for name in lost} == {"missing"}
+    assert moved == {
         "core.kv_cache_utils:KVCacheBlockCopy": "missing",
         "core.block_pool:BlockPool.free_blocks": "missing",
         "core.kv_cache_manager:KVCacheManager.get_computed_blocks": "changed",

@@ -185,8 +185,10 @@ def mismatch(feature: Feature) -> str:
     ]
     if problems:
         return f"vLLM {version}: " + "; ".join(problems)
-    if is_unlisted() and (how := trial_off()):
+    if not is_unlisted():
+        return ""
+    if how := trial_off():
         return f"vLLM {version} is not a supported version, and {how} has it not tried"
-    if is_unlisted() and not any("release" in checks for _, checks in brought("checks")):
+    if not any("release" in checks for _, checks in brought("checks")):
         return f"vLLM {version} is not a supported version, and nothing here could check it"
     return ""

@@ -195,11 +195,14 @@ def _print_other(report: OtherReport, verbose: bool) -> None:
             text = f"{hook.target} ({hook.reason})" + (f": {hook.detail}" if hook.detail else "")
             console.print(f"[{color}]{hook.status}:[/] {escape(text)}")
     for feature in dict.fromkeys(hook.feature for hook in report.hooks):
-        found = [hook.status for hook in report.hooks if hook.feature == feature]
-        counts = {status: found.count(status) for status in ("missing", "changed", "not checked")}
+        statuses = [hook.status for hook in report.hooks if hook.feature == feature]
+        counts = {
+            status: statuses.count(status) for status in ("missing", "changed", "not checked")
+        }
         said = [f"{count} {status}" for status, count in counts.items() if count]
         console.print(
-            f"{feature}: " + ", ".join([f"{found.count('ok')} of {len(found)} hooks fit", *said])
+            f"{feature}: "
+            + ", ".join([f"{statuses.count('ok')} of {len(statuses)} hooks fit", *said])
         )
     verdict = "[green]nothing has moved[/]" if report.healthy else "[red]something has moved[/]"
     console.print(f"vLLM {escape(report.vllm)}: {verdict}, by a reading of its files")

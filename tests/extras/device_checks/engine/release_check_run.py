@@ -17,8 +17,6 @@ from vllm_trie.hooks.ledger import table
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.lab.tiny_model import model_path
 
-LISTED = ("0.31",)
-
 
 def started(**options: Any) -> tuple[str | None, list[Any]]:
     """Start an engine; return why it has searches off, and what it generates."""
