@@ -99,8 +99,8 @@ FILLERS_ATTRIBUTE = "vllm_trie_fillers"
 FailureReason = Literal["error", "malformed", "timeout", "start_check"]
 FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout", "start_check")
 
-WaitCause = Literal["drafting", "pause_end", "verification"]
-WAIT_CAUSES: tuple[WaitCause, ...] = ("drafting", "pause_end", "verification")
+WaitCause = Literal["drafting", "pause_end"]
+WAIT_CAUSES: tuple[WaitCause, ...] = ("drafting", "pause_end")
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class TreeStats:
         bookkeeping_seconds: Time around the drafter: requests built, trees checked and kept.
         draft_failures: Failed drafts, by reasons that had any.
         waits: Steps for whose tokens the host waited before the next launch on Model Runner V2, by
-            cause: to draft, to draft again after a pause, to take in the outcome of drafts in one.
+            cause: to draft, or to draft again after a pause.
         counts: What extras count, by name.
         of_requests: The same of each request; an extra that counts them takes them out in the
             scheduler.

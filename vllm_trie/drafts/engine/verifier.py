@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
 """Returns rank 0's trees on every tensor-parallel rank."""
+Proposal = tuple[Sequence[DraftRequest], list[TokenTree], int]
+"""Requests and their trees, and how many requests get a token from the next step."""
 
 _MOST_PLAIN_ROWS = 16
 """A step without drafts has its rows of logits read for later ones, if they are no more. Reading
@@ -78,6 +80,7 @@ class TreeVerifier:
         self.totals = TreeStats()
         self.share_trees = share_trees
         self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
+        self._unjudged: Proposal | None = None  # of a step that is launched ahead of its drafts
         self._clock = StepClock()
         self._stats = TreeStats()
 
@@ -124,6 +127,9 @@ class TreeVerifier:
             drafts: Draft tokens by request id, as the scheduler sends them.
         """
         start = time.perf_counter()
+        if self._unjudged is not None:
+            self._judge(self._unjudged)
+            self._unjudged = None
         step.has_drafts = bool(drafts)
         step.is_pausing = self.guard.is_off or (
             self.budget is not None
@@ -320,15 +326,16 @@ class TreeVerifier:
             least = self.budget.least_probability(step.num_decoding)
             for request in requests:
                 request.min_probability = least
-        proposed = trees = self.guard.propose(requests) if requests else []
-        if self.budget is not None:
-            trees = self.budget.cut(trees, step.num_decoding)
-        if self.forecast is not None:
-            self._observe_forecast(self.forecast, requests, proposed)
-        if lengths is not None:
-            # What the step has places for costs nothing more; the budget pauses drafting at most.
+        proposed = self.guard.propose(requests) if requests else []
+        proposal = requests, proposed, step.num_decoding
+        if lengths is None:
+            trees = self._judge(proposal)
+        else:
+            # What the step has places for costs nothing more, and the device waits for it: the
+            # budget decides about the next drafts, later.
             pairs = zip(requests, proposed, strict=True)
             trees = [tree.prefix(lengths.get(request.request_id, 0)) for request, tree in pairs]
+            self._unjudged = proposal
         if self.observers:
             request_ids = [request.request_id for request in requests]
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
@@ -336,17 +343,16 @@ class TreeVerifier:
                 observer.drafted(step.request_ids, drafts, self.guard.has_failed)
         return trees if self.share_trees is None else self.share_trees(trees)
 
-    def _observe_forecast(
-        self,
-        forecast: DraftForecast,
-        requests: Sequence[DraftRequest],
-        proposed: Sequence[TokenTree],
-    ) -> None:
-        for request, tree in zip(requests, proposed, strict=True):
-            rates = np.ones(tree.num_nodes)
-            if tree.probabilities is not None and self.budget is not None:
-                rates = self.budget.acceptance(tree.probabilities)
-            forecast.observe(request.request_id, rates)
+    def _judge(self, proposal: Proposal) -> list[TokenTree]:
+        """Return what the budget leaves of the trees; let it and the forecast learn from them."""
+        requests, trees, num_decoding = proposal
+        if self.forecast is not None:
+            for request, tree in zip(requests, trees, strict=True):
+                rates = np.ones(tree.num_nodes)
+                if tree.probabilities is not None and self.budget is not None:
+                    rates = self.budget.acceptance(tree.probabilities)
+                self.forecast.observe(request.request_id, rates)
+        return trees if self.budget is None else self.budget.cut(trees, num_decoding)
 
     def take_stats(self) -> TreeStats | None:
         """Return the statistics since the last call, if any request got tokens; end the step."""

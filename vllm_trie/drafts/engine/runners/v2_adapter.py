@@ -278,17 +278,17 @@ class V2Adapter(Adapter):
         """
         last, wait = self._last, self._wait_cause()
         if last is None or wait is None:
+            for text in () if last is None else last.texts:
+                text.drafted = []
             return False
         is_behind = self._num_ahead > 0
         self._wait_for(last, wait)
         # Of a step that began behind others, as after a pause, the duration is unknown.
         new_tokens = self._take_in(last, is_timed=not is_behind)
-        paths: list[list[int]] = [[] for _ in last.texts]
-        if wait != "verification":
-            start = time.perf_counter()
-            requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
-            self._expect_no_drafts(last.texts, requests)
-            paths = self.trees.draft(last.step, requests, last.drafted_states(), start, lengths)
+        start = time.perf_counter()
+        requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
+        self._expect_no_drafts(last.texts, requests)
+        paths = self.trees.draft(last.step, requests, last.drafted_states(), start, lengths)
         for text, drafted in zip(last.texts, paths, strict=True):
             text.drafted = drafted
         self._keep_stats()
@@ -339,14 +339,13 @@ class V2Adapter(Adapter):
         """Return the places of each draft, by request id, in a step that is launched ahead of them;
         None where drafts come first.
 
-        They do after a pause, whose first draft shows whether to go on; with prefills or searches
-        in the step, as these may wait for the device; with structured outputs, for whose masks the
-        scheduler reads drafts; and where no length is worth its time.
+        They do with prefills or searches in the step, as these may wait for the device, and with
+        structured outputs, for whose masks the scheduler reads drafts.
         """
         places = output.scheduled_spec_decode_tokens
         if (
             not self.launches_ahead
-            or self._wait_cause() != "drafting"
+            or self._wait_cause() is None
             or output.has_structured_output_requests
             or output.total_num_scheduled_tokens != sum(1 + len(some) for some in places.values())
         ):
@@ -354,7 +353,10 @@ class V2Adapter(Adapter):
         lengths = {name: len(some) for name, some in places.items()}
         if (budget := self.trees.budget) is not None and (forecast := self.trees.forecast):
             forecasts = [forecast(name)[:length] for name, length in lengths.items()]
-            lengths = dict(zip(lengths, planned_lengths(forecasts, budget.cost), strict=True))
+            planned = planned_lengths(forecasts, budget.cost)
+            if not any(planned):  # one place each, as waiting for drafts costs more
+                planned = [min(1, len(rates)) for rates in forecasts]
+            lengths = dict(zip(lengths, planned, strict=True))
         return lengths if any(lengths.values()) else None
 
     def _cut(
@@ -441,9 +443,9 @@ class V2Adapter(Adapter):
         last = self._last
         if last is None:
             return None
-        if not last.step.is_pausing and last.max_nodes:
-            return "pause_end" if self._num_ahead else "drafting"
-        return "verification" if last.step.has_drafts else None
+        if last.step.is_pausing or not last.max_nodes:
+            return None
+        return "pause_end" if self._num_ahead else "drafting"
 
     def _leave_last(self, following: SchedulerOutput) -> None:
         """Go on to the next launch, if nobody has waited for the step that was launched last; take
@@ -452,8 +454,6 @@ class V2Adapter(Adapter):
         seconds, self._launched_at = now - self._launched_at, now
         if self._last is not None:
             self._observe_unwaited(self._last.step, following, seconds)
-            for text in self._last.texts:
-                text.drafted = []
             self._unwaited.append(self._last)
             self._last = None
         while self._unwaited and self._unwaited[0].arrived.query():
