@@ -71,12 +71,9 @@ def test_drafters_get_the_argmax_of_each_node(results) -> None:
     assert all(results["trees"]["argmax"])
 
 
-def test_the_walk_is_that_of_its_readable_twin(results) -> None:
-    assert results["walks"] == []
-
-
-def test_deliveries_of_drafts_are_those_of_their_readable_twin(results) -> None:
-    assert results["deliveries"] == []
+@pytest.mark.parametrize("kernel", ["walks", "deliveries", "top tokens"])
+def test_kernels_do_what_their_readable_twins_do(results, kernel) -> None:
+    assert results[kernel] == []
 
 
 def test_steps_ahead_of_their_drafts(results) -> None:

@@ -54,6 +54,7 @@ from tests.engine.v2_neural import compare_neural, compare_union
 from tests.engine.v2_replay import replay
 from tests.engine.v2_trees import (
     differing,
+    differing_top_tokens,
     differing_walks,
     put_in,
     random_requests,
@@ -538,7 +539,12 @@ def compare_all(folder: Path) -> dict[str, Any]:
     }
     result["families"] = compare_families(TESTED, LONG)
     result |= compare_neural(engine, (TEXTS[:4], greedy()), plain["long"][:4])
-    return {**result, "walks": differing_walks(20), "deliveries": differing_deliveries(20)}
+    kernels = {
+        "walks": differing_walks(20),
+        "deliveries": differing_deliveries(20),
+        "top tokens": differing_top_tokens(12),
+    }
+    return {**result, **kernels}
 
 
 def compare_newer(folder: Path) -> dict[str, Any]:

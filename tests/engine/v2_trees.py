@@ -13,7 +13,10 @@ import torch
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import NoOptions, OracleDrafter
 from tests.engine.test_random_requests import Answer, Request, random_request
+from vllm_trie.attention import likeliest
+from vllm_trie.drafts.engine.verification.top_tokens import likeliest_on_device
 from vllm_trie.drafts.engine.verification.tree_walk import NO_PARENT, walk_trees
+from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 from vllm_trie.tree import TokenTree, accept_greedy
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 90, 9
@@ -114,6 +117,25 @@ def differing_walks(num_batches: int) -> list[str]:
                 [rows_sampled[row] for row in rows[: len(path) + 1]],
             ):
                 problems.append(f"batch {batch}, request {index}: {walk}")
+    return problems
+
+
+def differing_top_tokens(number: int) -> list[str]:
+    """Random rows of which the kernel takes other tokens for the likeliest than its readable
+    twin."""
+    problems = []
+    for seed in range(number):
+        generator = torch.Generator().manual_seed(seed)
+        size = 8 + seed * 1000  # of several parts, too
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+        logits = torch.randn(3, size + 5, generator=generator).to(dtype)[:, :size]
+        logits[0, : size - 8] = -torch.inf
+        tokens, probabilities = map(torch.from_numpy, likeliest(logits, ROW_TOKENS))
+        kernel_tokens, kernel_probabilities = likeliest_on_device(logits)
+        # Equal values may come in another order.
+        values = [logits.gather(1, part.long()) for part in (tokens, kernel_tokens)]
+        if not torch.equal(*values) or not torch.allclose(probabilities, kernel_probabilities):
+            problems.append(f"{size} tokens, {dtype}: {kernel_tokens}, {kernel_probabilities}")
     return problems
 
 

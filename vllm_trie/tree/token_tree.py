@@ -113,7 +113,7 @@ class TokenTree:
     @cached_property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the node before it (true for an empty tree)."""
-        return bool((self.parents == np.arange(-1, self.num_nodes - 1)).all())
+        return self.parent_list == [*range(-1, self.num_nodes - 1)]
 
     def children(self) -> list[list[int]]:
         """Return the children of each node in index order; the last list is the root's."""

@@ -51,7 +51,7 @@ from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import compact_on_device
-from vllm_trie.drafts.engine.verification.sampling import likeliest_on_device
+from vllm_trie.drafts.engine.verification.top_tokens import likeliest_on_device
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats, WaitCause
 
@@ -202,6 +202,10 @@ class V2Adapter(Adapter):
             expect_measured(self.trees.budget, tables[1] / 1000)
         else:
             super().warm_up()
+        if self.trees.guard.drafter.needs_rows:  # compile what reads them; vLLM pads to 64
+            size = runner.vocab_size
+            logits = torch.zeros(2, -(-size // 64) * 64, dtype=runner.dtype, device=self._device)
+            likeliest_on_device(logits[:, :size])
 
     def run_forward(self, num_tokens: int) -> None:
         self.runner._dummy_run(num_tokens)

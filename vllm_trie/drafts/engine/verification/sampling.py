@@ -25,7 +25,6 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 
 from vllm_trie.attention.device_copy import to_device
-from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 from vllm_trie.hooks.ledger.record import Symbols
 from vllm_trie.tree import TokenTree, accept_all
 
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
-
-_DEVICE_ROWS = 512
-"""Logits rows that are widened to float32 at a time on a GPU."""
 
 
 class TreeSample(NamedTuple):
@@ -75,18 +71,6 @@ def is_plain_greedy(metadata: SamplingMetadata) -> bool:
         and not _tracks_thinking(metadata)
         and all(_is_idle(processor) for processor in metadata.logitsprocs.non_argmax_invariant)
     )
-
-
-def likeliest_on_device(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what :func:`vllm_trie.attention.likeliest` does, of ROW_TOKENS tokens, without waiting
-    for the device."""
-    tokens, probabilities = [], []
-    for part in torch.split(logits, _DEVICE_ROWS):
-        values, indices = part.topk(ROW_TOKENS, dim=-1)
-        normalizers = part.float().logsumexp(dim=-1, keepdim=True)
-        tokens.append(indices.int())
-        probabilities.append((values.float() - normalizers).exp())
-    return torch.cat(tokens), torch.cat(probabilities)
 
 
 def sample_greedy(argmax: np.ndarray, trees: Sequence[TokenTree]) -> TreeSample:
