@@ -411,7 +411,8 @@ def test_steps_with_fillers_are_timed(steps, budget):
     assert budget.waited == [2, 2 + 2 * 3]
 
 
-def test_a_pause_takes_in_what_has_arrived(steps, budget):
+@pytest.mark.parametrize("can_be_asked", [True, False], ids=["device", "vLLM's on a CPU"])
+def test_a_pause_takes_in_what_has_arrived(steps, budget, monkeypatch, can_be_asked):
     """Texts of requests that end or start again meanwhile are left as they are."""
     budget.pauses = True
     for name in "abc":
@@ -421,6 +422,8 @@ def test_a_pause_takes_in_what_has_arrived(steps, budget):
     steps.step({"a": [12], "c": [12]})
     steps.add("c", [7, 8, 11, 12], num_output=2)
     Event.has_arrived = True
+    if not can_be_asked:
+        monkeypatch.delattr(Event, "query")
     steps.step({"a": [13], "c": []})
     texts = {
         name: text.token_ids[: text.num_tokens] for name, text in steps.adapter._requests.items()

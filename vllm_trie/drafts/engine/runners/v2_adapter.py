@@ -460,7 +460,7 @@ class V2Adapter(Adapter):
             self._observe_unwaited(self._last.step, following, seconds)
             self._unwaited.append(self._last)
             self._last = None
-        while self._unwaited and self._unwaited[0].arrived.query():
+        while self._unwaited and self._unwaited[0].has_arrived:
             self._take_in(self._unwaited.popleft(), is_timed=False)
             self._keep_stats()
 

@@ -45,6 +45,12 @@ class LaunchedStep:
     hidden_states: torch.Tensor | None
     max_nodes: int
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the tokens have arrived. Nobody can ask vLLM's stand-in for events on CPUs, whose
+        work is always done."""
+        return bool(getattr(self.arrived, "query", lambda: True)())
+
     def hand_on_rows(self) -> None:
         """Hand what the drafter reads of rows of logits to the step, without those of fillers."""
         if self.likeliest is None and self.argmax is None:
