@@ -34,7 +34,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -203,8 +203,8 @@ class V2Adapter(Adapter):
         else:
             super().warm_up()
         if self.trees.guard.drafter.needs_rows:  # compile what reads them; vLLM pads to 64
-            size = runner.vocab_size
-            logits = torch.zeros(2, -(-size // 64) * 64, dtype=runner.dtype, device=self._device)
+            size, dtype = runner.vocab_size, cast("torch.dtype", runner.dtype)
+            logits = torch.zeros(2, -(-size // 64) * 64, dtype=dtype, device=self._device)
             likeliest_on_device(logits[:, :size])
 
     def run_forward(self, num_tokens: int) -> None:
