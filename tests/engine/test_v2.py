@@ -89,6 +89,12 @@ def test_steps_ahead_of_their_drafts(results) -> None:
     assert result["requests_left"] == result["blocks_lost"] == 0
 
 
+def test_drafters_read_the_logits_of_prompts(results) -> None:
+    had_rows = results["synchronous trees"]["had_rows"]
+    assert had_rows
+    assert all(had_rows)
+
+
 def test_trees_leave_nothing(trees) -> None:
     assert trees["requests_left"] == trees["blocks_lost"] == 0
 

@@ -183,6 +183,24 @@ def count_drafts(llm: LLM, drafts: list[int]) -> None:
     trees.begin_step = begin_step
 
 
+def note_rows(llm: LLM) -> list[bool]:
+    """Note whether drafts right after a prompt have the logits of its last token."""
+    trees, had_rows = trees_of(llm), []
+    stock = trees.draft
+
+    def draft(step: Any, requests: dict[int, DraftRequest], *others: Any) -> Any:
+        result = stock(step, requests, *others)
+        had_rows.extend(
+            request.rows is not None
+            for request in requests.values()
+            if len(request.token_ids) == request.num_prompt_tokens + 1
+        )
+        return result
+
+    trees.draft = draft
+    return had_rows
+
+
 class Lengths:
     """Tokens of steps as scheduled and as verified, and of each draft.
 
@@ -325,10 +343,12 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     is_async = type(scheduler_of(llm)).__name__.startswith("Async")
     if is_async:
         put_in(llm, OracleDrafter)
+    had_rows = note_rows(llm)
     with preemptions(llm) as preempted:
         outputs = generate(llm, TEXTS, MIXED)
     result: dict[str, Any] = {
         "async": is_async,
+        "had_rows": had_rows,
         "greedy": differences(plain["greedy"], outputs),
         "preempted": len(preempted),
         "greedy_steps": [totals.steps, totals.tokens],

@@ -26,7 +26,7 @@ from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.drafts.engine.draft_requests import ended_request
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.observers import StepObserver
-from vllm_trie.drafts.engine.runners import v2_delivery
+from vllm_trie.drafts.engine.runners import v2_adapter, v2_delivery
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
@@ -252,6 +252,21 @@ def test_drafts_are_verified_without_fillers_and_cut(
     assert (request.last_step.tree.token_list, request.last_step.accepted) == (drafted, accepted)
     assert steps.fillers == {"a": places - len(drafted)}
     assert request.token_ids.tolist() == [7, 8, first, *sampled]
+
+
+def test_the_logits_of_steps_without_drafts_are_read(steps, monkeypatch):
+    """vLLM has them sampled without the rejection sampler."""
+    logits = torch.rand(1, VOCAB)
+    likeliest = logits.int(), logits
+    monkeypatch.setattr(v2_adapter, "likeliest_on_device", lambda logits: likeliest)
+    sampler = steps.adapter.runner.sampler = SimpleNamespace(sample=lambda logits, batch: batch)
+    steps.drafter.needs_rows = True
+    steps.adapter.load_model(torch.nn.Module())
+    monkeypatch.setattr(steps, "verify", lambda batch: sampler.sample(logits, batch))
+    steps.add("a", [7, 8])
+    steps.step({"a": [11]})
+    (request,) = steps.drafter.requests
+    assert request.rows.probabilities.tolist() == logits.tolist()
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ _v2("sample.sampler:Sampler.get_logprobs_dims", "called",
 _v2("sample.output:SamplerOutput", "made",
     "the tokens of a step with trees",
     "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected")
-_v2("sample.sampler:Sampler.sample", "called",
-    "samples each row of logits once",
+_v2("sample.sampler:Sampler.sample", "set",
+    "samples each row of logits once, and the drafter reads those of steps without drafts",
     "logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
     "seq_lens_upper_bound_np")
 _v2("spec_decode.adaptive_verification:AdaptiveVerificationManager.set_cost_curves", "relied on",

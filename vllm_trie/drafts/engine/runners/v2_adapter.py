@@ -31,6 +31,7 @@ that verification rejects unseen::
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -178,6 +179,23 @@ class V2Adapter(Adapter):
         yield "end", None
 
     # -- start-up ----------------------------------------------------------------------------------
+
+    def load_model(self, target_model: torch.nn.Module, *unused: Any, **unused_too: Any) -> None:
+        super().load_model(target_model)
+        sampler: Any = self.runner.sampler
+        sampler.sample = self._shows_logits(sampler.sample)
+
+    def _shows_logits(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a sampler's method before which the step reads the logits, where the rejection
+        sampler has not shown them: vLLM leaves it out of steps without drafts."""
+
+        @functools.wraps(sample)
+        def with_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.waits_for == "logits":
+                self.resume("logits", logits)
+            return sample(logits, *args, **kwargs)
+
+        return with_logits
 
     @property
     def num_draft_tokens(self) -> int:
