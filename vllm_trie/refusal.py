@@ -1,8 +1,9 @@
-"""What the plugin refuses, and how its messages show values."""
+"""What the plugin refuses or is told to leave, and how its messages show values."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import reprlib
 from typing import Any
 
@@ -12,6 +13,12 @@ class RefusedError(ValueError):
 
     Any other ``ValueError`` is a bug, and keeps its traceback.
     """
+
+
+def turned_off(variable: str) -> str:
+    """Return how an environment variable turns something off, empty if it does not."""
+    value = os.environ.get(variable, "1").strip().lower()
+    return f"{variable}={value}" if value in ("0", "false", "off", "no") else ""
 
 
 class _Shown(reprlib.Repr):

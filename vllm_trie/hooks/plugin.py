@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from vllm_trie.hooks import ledger
-from vllm_trie.hooks.start.limits import switched_off
+from vllm_trie.hooks.start.limits import ENV_SWITCH
+from vllm_trie.refusal import turned_off
 
 FEATURES: tuple[ledger.Feature, ...] = ("speculation", "beam")
 
@@ -38,7 +39,7 @@ def _install(feature: ledger.Feature) -> str:
     try:
         reason = ledger.mismatch(feature)
         if not reason:
-            ledger.install(feature, native_search=not switched_off())
+            ledger.install(feature, native_search=not turned_off(ENV_SWITCH))
             return "ok"
     except Exception as error:
         logger.exception("vllm-trie: hooking %s failed", feature)

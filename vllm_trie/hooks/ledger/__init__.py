@@ -17,7 +17,6 @@ from vllm_trie.hooks.ledger.table import (
     entries,
     is_unlisted,
     mismatch,
-    trial_off,
 )
 
 __all__ = [
@@ -34,6 +33,5 @@ __all__ = [
     "mismatch",
     "patches_in_place",
     "resolve",
-    "trial_off",
     "undo",
 ]

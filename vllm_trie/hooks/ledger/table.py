@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +12,7 @@ from typing import Literal
 from vllm_trie.extras import brought
 from vllm_trie.hooks.ledger import record
 from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
+from vllm_trie.refusal import turned_off
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "hooks.start.additional_config hooks.start.environment"
@@ -155,13 +155,6 @@ def _compare(
     return "ok", ""
 
 
-def trial_off() -> str:
-    """Return how the environment has releases that are not listed not tried, empty if it does
-    not."""
-    value = os.environ.get(TRIAL_SWITCH, "1").strip().lower()
-    return f"{TRIAL_SWITCH}={value}" if value in ("0", "false", "off", "no") else ""
-
-
 def is_unlisted() -> bool:
     """Return whether the table was written for other releases than the installed vLLM."""
     import vllm
@@ -187,7 +180,7 @@ def mismatch(feature: Feature) -> str:
         return f"vLLM {version}: " + "; ".join(problems)
     if not is_unlisted():
         return ""
-    if how := trial_off():
+    if how := turned_off(TRIAL_SWITCH):
         return f"vLLM {version} is not a supported version, and {how} has it not tried"
     if not any("release" in checks for _, checks in brought("checks")):
         return f"vLLM {version} is not a supported version, and nothing here could check it"

