@@ -39,7 +39,7 @@ from vllm_trie.drafts.engine.runners.adapter import Part
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup
-from vllm_trie.drafts.engine.verification.tree_walk import walk_trees
+from vllm_trie.drafts.engine.verification.kernels import walk_trees
 from vllm_trie.searches.device_beams import DeviceBeams
 from vllm_trie.tree import TokenTree
 

@@ -109,7 +109,7 @@ HEADS = {"method": "medusa_dynamic", "model": str(medusa_path())}
 # The interpreter's times say nothing of what a node is worth.
 AS_CHAINS = {"num_speculative_tokens": TOKENS, "node_budget": "fixed"}
 AS_TREES = {"num_speculative_tokens": NODES, "node_budget": "fixed", "verification": "tree"}
-CHAINS = {"method": "ngram_trie", **AS_CHAINS}
+CHAINS = {"method": "ngram_trie", **AS_CHAINS, "launch_ahead": False}
 AHEAD = {**CHAINS, "launch_ahead": True}
 TREES = {"method": "ngram_trie", **AS_TREES}
 NGRAM = {

@@ -14,8 +14,11 @@ from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import NoOptions, OracleDrafter
 from tests.engine.test_random_requests import Answer, Request, random_request
 from vllm_trie.attention import likeliest
-from vllm_trie.drafts.engine.verification.top_tokens import likeliest_on_device
-from vllm_trie.drafts.engine.verification.tree_walk import NO_PARENT, walk_trees
+from vllm_trie.drafts.engine.verification.kernels import (
+    NO_PARENT,
+    likeliest_on_device,
+    walk_trees,
+)
 from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 from vllm_trie.tree import TokenTree, accept_greedy
 

@@ -44,10 +44,10 @@ class EngineOptions(BaseModel):
         "none; 'fixed' verifies all drafted nodes.",
     )
     launch_ahead: bool = Field(
-        default=False,
+        default=True,
         description="Launch steps ahead of their drafts, for which the GPU then waits instead of "
-        "for the launch. Has never run on a GPU. Takes effect on Model Runner V2, for chains that "
-        "one GPU verifies, without LoRA and trained drafters.",
+        "for the launch. Takes effect on Model Runner V2 with asynchronous scheduling, for chains "
+        "that one GPU verifies, without LoRA and trained drafters.",
     )
     draft_timeout_s: float = Field(
         default=10.0,

@@ -160,6 +160,7 @@ def _launches_ahead(vllm_config: VllmConfig) -> bool:
     return (
         tree_config is not None
         and tree_config.engine_options.launch_ahead
+        and bool(vllm_config.scheduler_config.async_scheduling)
         and tree_config.speculator is None
         and vllm_config.lora_config is None
         and vllm_config.parallel_config.world_size_across_dp == 1

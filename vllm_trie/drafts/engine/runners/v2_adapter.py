@@ -52,7 +52,7 @@ from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import compact_on_device
-from vllm_trie.drafts.engine.verification.top_tokens import likeliest_on_device
+from vllm_trie.drafts.engine.verification.kernels import likeliest_on_device
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats, WaitCause
 

@@ -33,8 +33,8 @@ from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_experts import follow_paths
 from vllm_trie.drafts.engine.tree_step import TreeStep
+from vllm_trie.drafts.engine.verification.kernels import NO_PARENT, walk_trees
 from vllm_trie.drafts.engine.verification.placement import QueryTokens, follow_depths
-from vllm_trie.drafts.engine.verification.tree_walk import NO_PARENT, walk_trees
 from vllm_trie.hooks.ledger.record import Symbols
 
 if TYPE_CHECKING:
