@@ -41,7 +41,7 @@ vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language
 vllm.triton_utils.tldevice = triton.language.extra.libdevice
 
 from vllm_trie.attention import FULL_ATTENTION, AttentionKind, gpu_launch, triton_kernel
-from vllm_trie.drafts.engine.verification import tree_walk
+from vllm_trie.drafts.engine.verification import kernels
 
 SHARED_MEMORY_KIB = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228)}
 SHARED_MEMORY_KIB |= {100: (227, 228), 120: (99, 100)}
@@ -218,7 +218,7 @@ def compile_walk(capability: int) -> Used:
     types = dict.fromkeys(("sampled_ptr", "rows_ptr", "tokens_ptr"), "*i64")
     integers = ("draft_tokens_ptr", "parents_ptr", "first_rows_ptr", "num_tokens_ptr")
     types |= dict.fromkeys(integers, "*i32")
-    return compile_kernel(tree_walk._walk, {"BLOCK": 32}, types, capability, num_warps=1)
+    return compile_kernel(kernels._walk, {"BLOCK": 32}, types, capability, num_warps=1)
 
 
 def is_bad(case: Case, launch: gpu_launch.Launch, attend: Used, join: Used) -> bool:
