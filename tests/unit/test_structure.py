@@ -167,7 +167,7 @@ SEARCH = "searches.engine."
     ("most", "starts"),
     [
         (36, ("drafts.engine.runners.v1", "drafts.engine.attention.cpu", DRAFTER)),
-        (43, ("drafts.engine.runners.v2", "drafts.engine.runners.v2_trees", DRAFTER)),
+        (42, ("drafts.engine.runners.v2", "drafts.engine.runners.v2_trees", DRAFTER)),
         (
             38,
             (
