@@ -98,10 +98,9 @@ def test_steps_on_a_fake_device():
     calls = result.pop("calls")
     scenes = ("chains", "text_chains", "chains_ahead", "trees", "beams")
     assert result == {scene: [] for scene in scenes}
-    # Between the tokens of a step and the launch of the next, in three steps that draft and one
-    # whose drafts are verified yet.
-    assert calls["text_chains"] == [["_to_copy", "_take_drafts"]] * 3 + [[]]
-    assert calls["chains_ahead"] == [[]] * 4
+    # Between the tokens of a step and the launch of the next, in three steps that draft.
+    assert calls["text_chains"] == [["_to_copy", "_take_drafts"]] * 3
+    assert calls["chains_ahead"] == [[]] * 3
     assert [name for name, faults in controls.items() if not faults] == ["queued copy", "number"]
     assert len(controls) == 11
 
