@@ -1,4 +1,4 @@
-"""Greedy output with drafts is plain vLLM's where attention is not full or has no tree kernel.
+"""Output with drafts is plain vLLM's where attention is not full or has no tree kernel.
 
 Sliding windows, sinks, soft caps, attention in chunks, multimodal positions, fp8 KV caches:
 the models are tiny and their weights random, but vLLM's own code for the family runs. Each family's
@@ -38,9 +38,9 @@ from tests.engine.families import (
 from vllm_trie.drafts.engine.verification import compaction
 
 pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
-GREEDY = SamplingParams(
-    temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False, logprobs=0
-)
+LONG: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "detokenize": False}
+GREEDY = SamplingParams(temperature=0.0, logprobs=0, **LONG)
+SEEDED = [SamplingParams(temperature=1.0, top_k=8, seed=seed, **LONG) for seed in range(4)]
 PREEMPTING_STEPS = (9, 20)
 DEEP = ("Qwen 2 of three layers", "Phi 3 of three layers")
 """Verified as trees by default; those with two layers repeat one token after another."""
@@ -94,7 +94,7 @@ def largest_gap(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy(engine, tmp_path, request, monkeypatch, name):
+def test_output(engine, tmp_path, request, monkeypatch, name):
     family = (FAMILIES | VARIANTS)[name]
     if has_images := "vision_config" in family.config:
         request.getfixturevalue("_images")
@@ -108,7 +108,8 @@ def test_greedy(engine, tmp_path, request, monkeypatch, name):
         **family.engine,
     }
     prompts = repeated_phrases()
-    expected = generate(engine(**options, enable_prefix_caching=False), prompts, GREEDY)
+    plain = engine(**options, enable_prefix_caching=False)
+    expected, sampled = generate(plain, prompts, GREEDY), generate(plain, prompts, SEEDED)
     tokens = [list(output.outputs[0].token_ids) for output in expected]
     assert len({tuple(one) for one in tokens}) == len(tokens), "the output must follow the prompt"
     pairs = {pair for one in tokens for pair in itertools.pairwise(one)}
@@ -134,6 +135,11 @@ def test_greedy(engine, tmp_path, request, monkeypatch, name):
     assert rejected > 40
     if not has_images:  # which a search cannot begin with
         assert largest_score_error(llm, prompts, 24) < 1e-4
+    if name in PARTIAL_TREES:
+        tell_oracle(sampled)
+        assert differences(sampled, generate(llm, prompts, SEEDED)) == []
+        assert draft_tokens(llm)[0] > accepted + 40
+        tell_oracle(expected)
     if name in PARTIAL_TREES and len(runner_of(llm).adapter.cache_groups) > 1:
         # The first group's KV moves, that of the others does not.
         stock = compaction.compact
