@@ -37,7 +37,7 @@ def test_no_kernel_is_compiled_while_serving(started, name):
 
 @needs_triton
 def test_the_start_on_the_newer_vllm():
-    """Chains, which are the default, start there with a search beside them.
+    """An engine with the defaults starts there, drafts chains and serves a search.
 
     Trees and unions start by the same overrides, and `test_v2.py` has their steps.
     """

@@ -299,8 +299,10 @@ class V2Adapter(Adapter):
             Whether it has waited.
         """
         last, wait = self._last, self._wait_cause()
-        if last is None or wait is None:
-            for text in () if last is None else last.texts:
+        if last is None:
+            return False
+        if wait is None:
+            for text in last.texts:
                 text.drafted = []
             return False
         is_behind = self._num_ahead > 0

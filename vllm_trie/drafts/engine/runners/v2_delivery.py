@@ -34,8 +34,8 @@ from vllm.v1.worker.gpu import buffer_utils
 _FILLER = 0
 """Any token of the vocabulary: the model computes it, verification never accepts it."""
 _MOST_READS = 1 << 16
-"""A waiting kernel reads the host's memory as often: 0.15 s on an H200. A step that is the first to
-run some kernel takes that long, as CUDA loads kernels while the device is idle only."""
+"""Reads of the host's memory before a waiting kernel gives up. An H200 took 0.62 s for four times
+as many. CUDA loads a kernel only while the device is idle, so its first launch can take as long."""
 _MOST_LATE = 3
 """Deliveries in a row that the device gave up, until no step is launched ahead any more."""
 
