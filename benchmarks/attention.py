@@ -258,7 +258,7 @@ def main() -> None:
     if options.device == "cuda":
         from support.gpu_attention import gpu_rows
 
-        finish(gpu_rows(options), options.json, COLUMNS)
+        finish(gpu_rows(options), options, COLUMNS)
         return
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -268,7 +268,7 @@ def main() -> None:
         rows += attention_rows(options, dtype)
         if "compaction" in options.kernels:
             rows += compaction_rows(options, dtype)
-    finish(rows, options.json, COLUMNS)
+    finish(rows, options, COLUMNS)
 
 
 if __name__ == "__main__":

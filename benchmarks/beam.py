@@ -360,7 +360,7 @@ def main() -> None:
                 rows += measure_load(bench, options, load)
             print(f"measured {load}", flush=True)
             write_json(rows, options.json)  # what there is, if the run is cut off
-    finish(rows, options.json, columns)
+    finish(rows, options, columns)
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave vLLM's own drafters out")
     add_device_options(parser)
     options = parser.parse_args()
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -164,7 +164,7 @@ def main() -> None:
     if options.build:
         build_in_process(*options.build)
         return
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def main() -> None:
     options = parser.parse_args()
     for message in available(PEERS)[1]:
         print(message)
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(BY_HAND), help="prompt sets")
     parser.add_argument("--prompts", type=int, help="largest number of prompts of a set")
     options = parser.parse_args()
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")
     options = parser.parse_args()
-    finish(run_quietly(compare, options), options.json, COLUMNS)
+    finish(run_quietly(compare, options), options, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def main() -> None:
         rows = run_apart(options)
     else:
         rows = run(options)
-    finish(rows, options.json, COLUMNS)
+    finish(rows, options, COLUMNS)
     print_breakdown(rows)
     if options.plot is not None:
         from support.peers_plot import plot
@@ -162,8 +162,8 @@ def run_apart(options: argparse.Namespace) -> list[Row]:
         for workload in options.workload:
             out = Path(folder) / f"{workload}.json"
             command = [sys.executable, *sys.argv, "--workload", workload, "--json", str(out)]
-            if "--plot" in command:
-                place = command.index("--plot")
+            for flag in {"--plot", "--record"} & {*command}:
+                place = command.index(flag)
                 del command[place : place + 2]
             subprocess.run(command, check=True)
             rows += json.loads(out.read_text())

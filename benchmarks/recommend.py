@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=64, help="items of a prompt")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 def run(options: argparse.Namespace) -> list[Row]:

@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.questions is None or options.out is None:
         parser.error("--questions and --out are needed")
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 def run(options: argparse.Namespace) -> list[Row]:

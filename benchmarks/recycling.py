@@ -49,7 +49,7 @@ def main() -> None:
         help="every other prompt of each set; the parameters were chosen on half 0",
     )  # fmt: skip
     options = parser.parse_args()
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 def prompts_by_set(model: str, options: Any) -> dict[str, list[list[int]]]:

@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 if __name__ == "__main__":

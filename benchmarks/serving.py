@@ -95,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--virtual", action="store_true", help="engines on a clock of CPU time")
     options = parser.parse_args()
-    finish(run_quietly(run, options), options.json, COLUMNS)
+    finish(run_quietly(run, options), options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -7,8 +7,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from support.quiet import Probe, probe_seconds
 from vllm_trie.lab import local_engine, smollm2
 
 Row = dict[str, Any]
@@ -36,6 +40,15 @@ class Progress(NamedTuple):
     """Output tokens of all requests."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Probes the machine as soon as the options are read."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = super().parse_args(args, namespace)
+        options.probe = None if options.smoke else probe_seconds()
+        return options
+
+
 class _Smoke(argparse.Action):
     """Sets the options of a run of seconds; options behind it still count."""
 
@@ -53,10 +66,15 @@ def option_parser(
         repeats: default of `--repeats`.
         smoke: what `--smoke` sets, by the options' names.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="OUT",
+        help="write the table to this file as Markdown, with the machine and the command, if the "
+        "machine was quiet",
+    )
     parser.add_argument(
         "--repeats", type=int, default=repeats, help="interleaved runs of each method"
     )
@@ -65,8 +83,8 @@ def option_parser(
         "--smoke",
         action=_Smoke,
         nargs=0,
-        const={"repeats": 1, **(smoke or {})},
-        default=argparse.SUPPRESS,
+        const={"smoke": True, "repeats": 1, **(smoke or {})},
+        default=False,
         help="tiny sizes: does it run, print and write? Measures nothing",
     )
     return parser
@@ -165,12 +183,44 @@ def run_quietly(
         return run(options)
 
 
-def finish(rows: Sequence[Row], json_path: Path | None, columns: Sequence[str]) -> None:
-    """Print the rows as a table of the `columns` that have values, and write all rows as JSON."""
+def finish(rows: Sequence[Row], options: argparse.Namespace, columns: Sequence[str]) -> None:
+    """Print the rows as a table of the `columns` that have values, and write what was asked for.
+
+    Raises:
+        SystemExit: `--record` was set and the machine was not quiet.
+    """
     described = [{"machine": machine(), **row} for row in rows]
     shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    print_table(shown, ([row.get(name) for name in shown] for row in rows), machine())
-    write_json(described, json_path)
+    lines = [[row.get(name) for name in shown] for row in rows]
+    print_table(shown, lines, machine())
+    write_json(described, options.json)
+    if options.probe is None:
+        return
+    probe = Probe(options.probe, probe_seconds())
+    print(probe)
+    if options.record is not None:
+        if not probe.is_quiet:
+            raise SystemExit(f"--record {options.record}: not written, the machine was not quiet")
+        options.record.write_text(_as_markdown(shown, lines, probe), encoding="utf-8")
+
+
+def _as_markdown(columns: Sequence[str], lines: Sequence[Sequence[Any]], probe: Probe) -> str:
+    table = [columns, ["---"] * len(columns), *(map(_cell, line) for line in lines)]
+    return "\n".join(
+        [
+            f"{machine()}, {date.today()}, commit {_commit()}, {probe}",
+            "",
+            *(f"| {' | '.join(cells)} |" for cells in table),
+            "",
+            f"    python {shlex.join(sys.argv)}",
+            "",
+        ]
+    )
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def write_json(rows: Sequence[Row], path: Path | None) -> None:
