@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import CacheConfig
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 
+from vllm_trie.drafts.engine.workers import cpu_worker
 from vllm_trie.hooks.start import cpu_memory
 from vllm_trie.hooks.start.cpu_memory import reserve_what_is_free, shrink_blocks
 
@@ -63,3 +65,23 @@ def test_blocks_are_small_where_searches_are_served(
     shrink_blocks(config, asked)
     assert cache.block_size == expected
     assert cache.user_specified_block_size or expected != 32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "instructions", "is_warned"),
+    [
+        (torch.bfloat16, (), True),
+        (torch.bfloat16, ("avx512_bf16",), False),
+        (torch.float16, ("avx512_bf16",), True),
+        (torch.float16, ("avx512_bf16", "avx512_fp16"), False),
+        (torch.float32, (), False),
+    ],
+)
+def test_a_dtype_without_instructions_is_warned_of(monkeypatch, dtype, instructions, is_warned):
+    capabilities = dict.fromkeys(torch.cpu.get_capabilities(), False)
+    capabilities |= {"architecture": "x86_64", **dict.fromkeys(instructions, True)}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    warnings = []
+    monkeypatch.setattr(cpu_worker.logger, "warning", lambda *message: warnings.append(message))
+    cpu_worker.warn_of_slow_dtype(dtype)
+    assert len(warnings) == is_warned

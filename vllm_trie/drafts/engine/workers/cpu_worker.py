@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.logger import init_logger
 from vllm.v1.attention import selector
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner_v2
@@ -17,6 +19,11 @@ from vllm_trie.drafts.engine.workers.drafting_worker import DraftingWorkerMixin
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger.record import TREE_DRAFTS, Symbols
 from vllm_trie.hooks.start.runner_choice import runner_scopes
+
+logger = init_logger(__name__)
+
+_INSTRUCTIONS = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
+"""Instructions without which a linear layer of vLLM takes twice as long for two rows as for one."""
 
 _worker = Symbols("v1.worker.cpu_worker:", TREE_DRAFTS, platform="cpu")
 _PARAMETERS = "vllm_config device"
@@ -62,6 +69,7 @@ class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
         selector._cached_get_attn_backend.cache_clear()
         with ledger.installed(*runner_scopes(self.vllm_config, verification)):
             super().init_device()
+        warn_of_slow_dtype(self.model_config.dtype)
 
     @Symbols("v1.worker.cpu_worker:CPUWorker.", TREE_DRAFTS, platform="cpu").overrides(
         "measures step costs once the model is ready"
@@ -70,3 +78,16 @@ class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
         times = super().compile_or_warm_up_model()
         self.start_drafting()
         return times
+
+
+def warn_of_slow_dtype(dtype: torch.dtype) -> None:
+    """Warn if each further token of a step costs a whole row of emulated arithmetic."""
+    needs = _INSTRUCTIONS.get(dtype)
+    capabilities = torch.cpu.get_capabilities()
+    if needs and capabilities["architecture"] == "x86_64" and not capabilities[needs]:
+        logger.warning(
+            "dtype %s on a CPU without %s: a step takes longer with each token that it verifies; "
+            "set --dtype float32, which is faster with drafts",
+            str(dtype).removeprefix("torch."),
+            needs,
+        )
