@@ -23,7 +23,6 @@ DRAWINGS = {
     "load": charts.load,
     "nodes": charts.nodes,
     "beams": charts.beams,
-    "memory": charts.memory,
 }
 
 

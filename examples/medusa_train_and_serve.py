@@ -4,7 +4,7 @@
         [further options of vllm serve]
 
 The model stays frozen; only the heads learn. After a few steps they make first guesses. A real run
-takes thousands of steps, on text that the model itself has written (see docs/medusa.md).
+takes thousands of steps, on text that the model itself has written (see docs/drafters.md).
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ def chats() -> str:
     """Return the bars of speed by category, from the README's table."""
     header, values = _table("../README.md", "decoding over plain vLLM")
     series = {
-        "vLLM's ngram, tuned": values["float32: vLLM's `ngram`, tuned"],
+        "vLLM's ngram, tuned": values["bfloat16, AMD EPYC (Zen 4): vLLM's `ngram`, tuned"],
         "vLLM's suffix": values["vLLM's `suffix`"],
         "ngram_trie": values["`ngram_trie`"],
     }
     canvas = Canvas(860, 250, "Decoding speed over plain vLLM by category")
-    title = "Decoding speed over plain vLLM, SmolLM2-135M-Instruct, float32, 2 CPU cores"
+    title = "Decoding speed over plain vLLM, SmolLM2-135M-Instruct, bfloat16, 2 CPU cores"
     canvas.text(16, 24, title, "title")
     bottom, high = 222, 4.7
 
@@ -61,7 +61,7 @@ def load() -> str:
     canvas = Canvas(860, 290, "Speed over plain vLLM by the number of concurrent requests")
     panels = ("text that reuses its context", "text without repetition")
     for number, panel in enumerate(panels):
-        header, values = _table("lab_engine.md", f"{panel}, concurrent requests")
+        header, values = _table("../benchmarks/engine.md", f"{panel}, concurrent requests")
         series = {name: values[row] for row, name in (rows | ngram).items()}
         title = f"Speed over plain vLLM: {panel}"
         _draw(canvas, 425 * number, title, header, series, 0.0, 5.0 if number == 0 else 1.25)
@@ -76,7 +76,7 @@ def nodes() -> str:
         "`ngram_trie`": "ngram_trie",
         "`vllm_ngram`": "vLLM's ngram",
     }
-    header, values = _table("lab_drafters.md", "mean, by nodes")
+    header, values = _table("../benchmarks/drafters.md", "mean, by nodes")
     canvas = Canvas(500, 290, "Tokens per step by the node budget")
     series = {name: values[row] for row, name in rows.items()}
     _draw(canvas, 0, "Tokens per step on recorded answers", header, series, 1.0, 3.0)
@@ -86,7 +86,9 @@ def nodes() -> str:
 
 def beams() -> str:
     """Return the chart of the time of beam searches over their width."""
-    header, values = _table("lab_engine.md", "one search, prompt of 200, 4 tokens, by width")
+    header, values = _table(
+        "../benchmarks/engine.md", "one search, prompt of 200, 4 tokens, by width"
+    )
     series = {
         "native": [1.0] * len(header),
         "vLLM's own": values["vLLM's own, times as long"],
@@ -95,15 +97,6 @@ def beams() -> str:
     canvas = Canvas(500, 290, "Time of a beam search over the native one's, by width")
     _draw(canvas, 0, "Time over the native search's", header, series, 0.0, 100.0)
     canvas.text(_LEFT + _WIDTH / 2, 278, "width", "small dim", "middle")
-    return canvas.render()
-
-
-def memory() -> str:
-    """Return the chart of a beam search's KV over the generated length."""
-    header, series = _table("lab_engine.md", "MiB of KV by generated tokens")
-    canvas = Canvas(500, 290, "KV memory of a beam search over the generated length")
-    _draw(canvas, 0, "MiB of KV, prompt of 910 tokens, width 15", header, series, 0.0, 400.0)
-    canvas.text(_LEFT + _WIDTH / 2, 278, "generated tokens", "small dim", "middle")
     return canvas.render()
 
 

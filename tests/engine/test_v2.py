@@ -160,7 +160,7 @@ def test_drafters_see_the_hidden_state_of_the_last_committed_token(results) -> N
 
 
 def test_waits_for_the_device(results) -> None:
-    """Counted in whole steps; documented in docs/lab_engine.md."""
+    """Counted in whole steps; documented in benchmarks/engine.md."""
     waits_of = {
         "plain": results["vllm"]["plain"],
         "ngram": results["vllm"]["ngram"],
@@ -270,7 +270,7 @@ def test_trained_drafters_alone_accept_what_vllms_own_method_accepts(results) ->
 
 def test_waits_with_a_trained_drafter(results) -> None:
     """Those of vLLM's own method, and, after the first step, for the sampled tokens and the
-    chains; documented in docs/lab_engine.md."""
+    chains; documented in benchmarks/engine.md."""
     (least, most, _), ours = (results["alone"][name]["waits"]["step"] for name in ("own", "ours"))
     assert (ours[0], ours[1]) == (least, most + 2)
     assert ours[2] > 10

@@ -18,7 +18,7 @@ _MAX_SPLITS = 32
 
 
 class Launch(NamedTuple):
-    """What a step's kernels are compiled for."""
+    """The constants that a step's kernels are compiled for."""
 
     rows: int
     tile: int

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 
 class Extra(NamedTuple):
-    """What an extra brings. Objects are named ``"module:attribute"`` below its folder, and imported
-    on use.
+    """The parts of an extra. Objects are named ``"module:attribute"`` below its folder, and are
+    imported on use.
 
     Attributes:
         methods: Drafter classes by the name of their drafting method.

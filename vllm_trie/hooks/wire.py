@@ -80,7 +80,7 @@ def internal_params(max_tokens: int, **options: Any) -> SamplingParams:
 
 @dataclass
 class ReadyResponse(EngineCoreReadyResponse):
-    """What the front end hears of an engine that has started.
+    """The report of an engine that has started, for the front end.
 
     Attributes:
         beams_off: Why the engine has no native beam search, None if it has.

@@ -24,7 +24,7 @@ _DEVICE_CHUNK = 1 << 25
 
 
 class TokenRules(NamedTuple):
-    """What comes before the choice, for every token of the vocabulary.
+    """The work before the choice, for every token of the vocabulary.
 
     As in Hugging Face's ``generate``, the log-probabilities are those of all tokens, and the rules
     change them without a new normalization.

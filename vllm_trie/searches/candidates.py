@@ -45,7 +45,7 @@ class Candidates(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How a step of a search draws its candidates.
+    """The rule by which a step of a search draws its candidates.
 
     Attributes:
         temperature: Divides the log-probabilities.
@@ -57,7 +57,7 @@ class Draws(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """What constrained candidates lead to.
+    """The nodes that constrained candidates lead to.
 
     Attributes:
         ends: bool [c], whether the hypothesis is complete.

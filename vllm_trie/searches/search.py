@@ -72,7 +72,7 @@ class Hypothesis(NamedTuple):
 
 
 class _Fates(NamedTuple):
-    """What becomes of a step's candidates, best first; one that is complete may also go on.
+    """The outcome of a step's candidates, best first; one that is complete may also go on.
 
     Attributes:
         ends: bool [c].

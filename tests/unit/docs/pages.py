@@ -98,6 +98,7 @@ def all_pages() -> list[Page]:
     patterns = (
         "*.md",
         "docs/*.md",
+        "benchmarks/*.md",
         "examples/**/*.md",
         "patches/**/*.md",
         "vllm_trie/lab/tiny_model/*/README.md",

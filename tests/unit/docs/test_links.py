@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 import tomllib
 
 import pytest
@@ -60,6 +61,19 @@ def test_every_page_is_in_the_navigation_and_can_be_reached():
                 target = posixpath.join(posixpath.dirname(name), link.partition("#")[0])
                 waiting.append(posixpath.normpath(target))
     assert {f"docs/{name}" for name in listed} <= reached
+
+
+def test_the_pages_are_few_and_short():
+    pages = [page(f"docs/{path.name}") for path in (ROOT / "docs").glob("*.md")]
+    of_users = [document for document in pages if document.path.name != "contributing.md"]
+    words = sum(len(re.findall(r"\S*\w\S*", document.text)) for document in of_users)
+    assert len(of_users) <= 13
+    assert words <= 16_000
+
+
+def test_no_number_is_of_a_program_that_is_gone():
+    for document in PAGES:
+        assert not re.findall(r"[0-9a-f]{7}:(?:benchmarks|tests)/", document.text), document.name
 
 
 def test_blocks_of_json_and_toml_can_be_read():

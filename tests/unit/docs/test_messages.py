@@ -30,7 +30,9 @@ def test_invented_messages_are_found():
 
 
 def test_line_in_the_log():
-    lines = [line for line in page("docs/metrics.md").indented() if line.startswith("vllm-trie ")]
+    lines = [
+        line for line in page("docs/deployment.md").indented() if line.startswith("vllm-trie ")
+    ]
     assert len(lines) == 1
     patterns = [text for text in templates() if text.startswith(f"vllm-trie {VARYING}: {VARYING} ")]
     assert any(

@@ -52,7 +52,7 @@ def expressions() -> list[str]:
 def test_page_lists_every_metric_with_its_type(ours):
     rows = {
         row[0].strip("`"): row
-        for table in page("docs/metrics.md").tables()
+        for table in page("docs/deployment.md").tables()
         if table.header[0] == "metric"
         for row in table.rows
     }
@@ -93,5 +93,5 @@ def test_dashboard_groups_by_labels_that_exist(ours):
 def test_failure_reasons(ours):
     from vllm_trie.hooks.wire import FAILURE_REASONS
 
-    text = page("docs/metrics.md").text
+    text = page("docs/deployment.md").text
     assert all(f"`{reason}`" in text for reason in FAILURE_REASONS)

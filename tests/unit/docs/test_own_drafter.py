@@ -14,7 +14,7 @@ from tests.unit.docs.pages import page
 from tests.unit.drafters.support import make_context, make_request
 from vllm_trie.drafts import ENTRY_POINT_GROUP, Drafter, DraftRequest, parse_options, registry
 
-PAGE = page("docs/custom_drafter.md")
+PAGE = page("docs/drafters.md")
 
 
 @pytest.fixture(scope="module")

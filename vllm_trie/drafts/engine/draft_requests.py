@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RequestData(Protocol):
-    """What both model runners keep of a request as the scheduler sent it."""
+    """The fields of a scheduled request that both model runners keep."""
 
     sampling_params: SamplingParams | None
     prompt_token_ids: list[int] | None

@@ -227,7 +227,7 @@ class GuardedDrafter:
 
     @property
     def is_off(self) -> bool:
-        """Whether the check at start-up found a fault."""
+        """Whether the check at start-up has failed."""
         return self._rests_until == math.inf
 
     @property

@@ -28,7 +28,7 @@ BLEND = Blend(
     cut_left=0.5,
     cut_share=0.25,
 )
-"""Fitted on recorded answers; docs/lab_drafters.md has the alternatives that were measured."""
+"""Fitted on recorded answers; benchmarks/drafters.md has the alternatives that were measured."""
 SAMPLED = BLEND._replace(
     recycled=Recycled(triple=0.7, pair=0.3, single=0.5, sibling=0.4, guess=0.4), path_trust=0.0
 )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """Where contexts come from."""
+    """The sources of contexts."""
 
     OWN = 0
     STORE = 1

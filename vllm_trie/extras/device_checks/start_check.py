@@ -250,7 +250,7 @@ def margins_of(ids: Iterable[int], logprobs: Any) -> dict[int, float]:
 
 
 class _Output:
-    """What the requests of a run have generated so far."""
+    """The tokens that the requests of a run have generated so far."""
 
     def __init__(self, number: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(number)]

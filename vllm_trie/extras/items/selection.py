@@ -21,7 +21,7 @@ from vllm_trie.extras.items.trie import ROOT, Children, ItemId, ItemTrie
 
 
 class Rules(NamedTuple):
-    """What a request allows and denies; what the catalogue does not have, matches nothing.
+    """The items that a request allows and denies; unknown ones match nothing.
 
     Attributes:
         allow_items: Ids; None together with `allow_prefixes`: all items.

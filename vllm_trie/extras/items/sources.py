@@ -74,7 +74,7 @@ def _read_lines(path: Path, encode: Encode | None, max_token: int) -> Iterator[B
 
 
 class _Where:
-    """Where each item of a batch comes from, for messages."""
+    """The origin of each item of a batch, for messages."""
 
     def __init__(self, unit: str, numbers: Sequence[int]) -> None:
         self._unit = unit

@@ -30,7 +30,7 @@ class ReplyTooLarge(ConnectionError):
 
 
 class _BoundedBuffer(SocketBuffer):
-    """What a connection has received."""
+    """The bytes that a connection has received."""
 
     _num_kept = _num_dropped = _num_lines = 0  # of the present reply
 

@@ -28,7 +28,7 @@ _KEY_FILE = "prompts.key"
 
 
 class Identity(NamedTuple):
-    """What texts must share to be of use to one another."""
+    """The properties that texts must share to be of use to one another."""
 
     model: str
     tokenizer: str

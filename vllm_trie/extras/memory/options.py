@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 
 class MemoryOptions(BaseModel):
-    """Where texts of finished requests are kept; ``exclude`` keeps that out of traces."""
+    """The place of finished requests' texts; ``exclude`` keeps that out of traces."""
 
     store_path: str | None = Field(
         default=None,

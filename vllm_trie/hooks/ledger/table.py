@@ -42,7 +42,7 @@ Status = Literal["ok", "missing", "changed", "not checked"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How one :class:`Patch` fits a vLLM; ``detail`` is empty if it does."""
+    """The fit of one :class:`Patch` to a vLLM; ``detail`` is empty if it does."""
 
     target: str
     reason: str

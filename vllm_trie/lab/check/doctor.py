@@ -70,7 +70,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found that makes the plugin step aside."""
+        """Whether nothing makes the plugin step aside."""
         return not any(problem.level == "error" for problem in self.problems)
 
 

@@ -32,7 +32,7 @@ _PIP = ("pip", "download", "-qq", "--disable-pip-version-check", "--retries", "1
 
 @dataclass(frozen=True, slots=True)
 class OtherReport:
-    """What the command prints; ``dataclasses.asdict`` of it is the JSON form.
+    """The report of the command; ``dataclasses.asdict`` of it is the JSON form.
 
     Attributes:
         vllm: As it was given.
@@ -44,7 +44,7 @@ class OtherReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found that has moved."""
+        """Whether nothing has moved."""
         return not any(hook.status in ("missing", "changed") for hook in self.hooks)
 
 

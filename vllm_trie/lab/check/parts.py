@@ -31,7 +31,7 @@ class Settings(BaseModel):
 
 
 class Outcome(BaseModel):
-    """What a part found."""
+    """The findings of a part."""
 
     status: Status
     summary: str

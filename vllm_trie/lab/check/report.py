@@ -15,7 +15,7 @@ _MAX_CELL = 300
 
 
 class PartReport(Outcome):
-    """What became of a part."""
+    """The outcome of a part."""
 
     name: str
     seconds: float

@@ -119,7 +119,7 @@ class GroupSearch(ABC):
 
 @dataclass
 class WorkerParts:
-    """What a worker has for selections.
+    """The worker's objects that selections use.
 
     Attributes:
         waits: Whether the runner may wait for the device.
@@ -133,7 +133,7 @@ class WorkerParts:
 
 
 class Selection(Protocol):
-    """What a worker needs to select the candidates of a group. The scheduler pickles it."""
+    """The rules by which a worker selects a group's candidates. The scheduler pickles it."""
 
     @property
     def proxy_id(self) -> str:

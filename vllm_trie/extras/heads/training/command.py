@@ -22,7 +22,7 @@ _CALIBRATION_ROWS = 16
 
 
 class Targets(StrEnum):
-    """What the heads learn to predict."""
+    """The targets that heads learn to predict."""
 
     model = "model"
     text = "text"

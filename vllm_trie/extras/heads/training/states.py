@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class FrozenModel(Protocol):
-    """What training needs of a model; `Backbone` has it."""
+    """The interface of a model in training; `Backbone` implements it."""
 
     path: str
     device: torch.device

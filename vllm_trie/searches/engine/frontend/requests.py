@@ -52,7 +52,7 @@ _Allows = Callable[[Any], bool]
 
 
 class _Rule(NamedTuple):
-    """What a beam request may have of some sampling parameters."""
+    """The allowed values of some sampling parameters of a beam request."""
 
     names: str
     allows: _Allows

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EngineLimits(NamedTuple):
-    """What an engine has for searches.
+    """The engine's objects that searches use.
 
     Attributes:
         max_model_len, vocab_size: Of the model.

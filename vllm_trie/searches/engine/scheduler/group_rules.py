@@ -67,7 +67,7 @@ class GrammarMasks:
 
 
 class GroupRules:
-    """What the worker counts in for a group, step by step.
+    """The rules that the worker applies to a group, step by step.
 
     :meth:`prepare` must have returned True before the proxy runs.
     """

@@ -26,7 +26,7 @@ _NEAR = 8
 
 
 class Passes(NamedTuple):
-    """How a step of a search is computed.
+    """The passes of a step of a search.
 
     Attributes:
         depth: Tokens of an anchor behind the prompt. That of the hypotheses if one pass computes
@@ -39,7 +39,7 @@ class Passes(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a search may use.
+    """The resources that a search may use.
 
     Attributes:
         prompt_len: Tokens of its prompt.
