@@ -22,7 +22,7 @@ from vllm_trie.hooks.start.runner_choice import runner_scopes
 
 logger = init_logger(__name__)
 
-_INSTRUCTIONS = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
+_INSTRUCTIONS: dict[object, str] = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
 """Instructions without which a linear layer of vLLM takes twice as long for two rows as for one."""
 
 _worker = Symbols("v1.worker.cpu_worker:", TREE_DRAFTS, platform="cpu")
@@ -80,7 +80,7 @@ class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):
         return times
 
 
-def warn_of_slow_dtype(dtype: torch.dtype) -> None:
+def warn_of_slow_dtype(dtype: object) -> None:
     """Warn if each further token of a step costs a whole row of emulated arithmetic."""
     needs = _INSTRUCTIONS.get(dtype)
     capabilities = torch.cpu.get_capabilities()
