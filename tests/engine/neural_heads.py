@@ -1,4 +1,4 @@
-"""A draft model for the shipped model, in the format that vLLM loads."""
+"""Trained drafters for the shipped model, in the formats that vLLM loads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,65 @@ def make_draft_model(folder: Path, num_layers: int = 1) -> str:
     return _save(folder, _config(num_hidden_layers=num_layers), weights)
 
 
+def make_eagle3(folder: Path) -> str:
+    """Write an EAGLE-3 head whose layer has random weights; returns its folder."""
+    config = _config(
+        architectures=["LlamaForCausalLMEagle3"],
+        num_hidden_layers=1,
+        draft_vocab_size=_config()["vocab_size"],
+        eagle_aux_hidden_state_layer_ids=[1, 2, 4],
+    )
+    size = config["hidden_size"]
+    weights = _random_layer("midlayer.", config, 2 * size)
+    weights["midlayer.hidden_norm.weight"] = weights["norm.weight"] = torch.ones(size)
+    weights["fc.weight"] = torch.randn(size, 3 * size) / (3 * size) ** 0.5
+    return _save(folder, config, {**weights, "lm_head.weight": _embeddings()})
+
+
+def make_mtp(folder: Path) -> str:
+    """Write ERNIE's MTP layer with random weights; returns its folder."""
+    config = _config(
+        architectures=["Ernie4_5_MoeForCausalLM"],
+        model_type="ernie4_5_moe",
+        num_hidden_layers=1,
+        num_nextn_predict_layers=1,
+        use_bias=False,
+    )
+    size = config["hidden_size"]
+    weights = _random_layer("model.mtp_block.0.", config, size)
+    for name in ("emb", "hidden"):
+        weights[f"model.mtp_{name}_norm.0.weight"] = torch.ones(size)
+    weights["model.mtp_linear_proj.0.weight"] = torch.randn(size, 2 * size) / (2 * size) ** 0.5
+    return _save(folder, config, {**weights, "model.embed_tokens.weight": _embeddings()})
+
+
+def _random_layer(prefix: str, config: dict[str, Any], input_size: int) -> dict[str, torch.Tensor]:
+    """Return the weights of a Llama layer whose attention reads `input_size` values."""
+    torch.manual_seed(0)
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    width, kv_width = (
+        config["head_dim"] * config[name] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    shapes = {
+        "self_attn.q_proj": (width, input_size),
+        "self_attn.k_proj": (kv_width, input_size),
+        "self_attn.v_proj": (kv_width, input_size),
+        "self_attn.o_proj": (size, width),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    weights = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    weights |= {name: torch.ones(size) for name in ("input_layernorm", "post_attention_layernorm")}
+    return {f"{prefix}{name}.weight": weight for name, weight in weights.items()}
+
+
 def _target_weights() -> dict[str, torch.Tensor]:
     return load_file(model_path() / "model.safetensors")
+
+
+def _embeddings() -> torch.Tensor:
+    return _target_weights()["model.embed_tokens.weight"]
 
 
 def _config(**changes: Any) -> dict[str, Any]:
@@ -34,5 +91,7 @@ def _config(**changes: Any) -> dict[str, Any]:
 def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
+    save_file(
+        {name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors"
+    )
     return str(folder)

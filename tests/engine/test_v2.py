@@ -219,8 +219,8 @@ def test_the_newer_vllm() -> None:
     assert result["ahead"]["salts"] == SALTS
     assert result["hypotheses"] == 16
     assert result["check"] == [None, True]
-    # With a trained drafter, prompts in parts, preemptions, a prefix cache and aborts, and steps
-    # after which the scheduler wants no drafts.
+    # With trees of a trained drafter, prompts in parts, preemptions, a prefix cache and aborts, and
+    # steps after which the scheduler wants no drafts.
     union = result["union"]
     assert union["own"]
     assert union["async"]
@@ -228,6 +228,7 @@ def test_the_newer_vllm() -> None:
     assert union["preempted"] > 0
     assert union["accepted"] > 0
     assert union["skipped"] > 0
+    check_trees(result["eagle3"])
     assert not any(union["failures"].values())
     assert union["blocks_lost"] == 0
 
@@ -263,15 +264,29 @@ def test_vllms_own_ngrams_draft_beside_the_plugin(results) -> None:
 
 
 def test_trained_drafters_alone_accept_what_vllms_own_method_accepts(results) -> None:
-    vllms, ours = results["alone"]["own"], results["alone"]["ours"]
+    vllms, ours = results["alone"]["own"], results["alone"]["chains"]
     assert vllms["differences"] == ours["differences"] == []
     assert vllms["accepted"] == ours["accepted"] > 0
 
 
+def test_trees_of_trained_drafters(results) -> None:
+    """Greedy, seeded and beside structured outputs the tokens are plain V2's. The drafter predicts
+    what it predicts after chains, and something else where accepted nodes stay in their places."""
+    check_trees(results["alone"])
+
+
+def check_trees(result: dict[str, Any]) -> None:
+    chains, trees = result["chains"], result["trees"]
+    assert trees["differences"] == []
+    assert trees["accepted"] > 1.15 * chains["accepted"] > 0
+    assert trees["error"] < 1e-4
+    assert trees["unordered error"] > 1e-2
+
+
 def test_waits_with_a_trained_drafter(results) -> None:
     """Those of vLLM's own method, and, after the first step, for the sampled tokens and the
-    chains; documented in benchmarks/engine.md."""
-    (least, most, _), ours = (results["alone"][name]["waits"]["step"] for name in ("own", "ours"))
+    predictions; documented in benchmarks/engine.md."""
+    (least, most, _), ours = (results["alone"][name]["waits"]["step"] for name in ("own", "chains"))
     assert (ours[0], ours[1]) == (least, most + 2)
     assert ours[2] > 10
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm import LLM
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -17,15 +19,18 @@ from tests.engine.compare import (
     preemptions,
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
-from tests.engine.neural_heads import make_draft_model
+from tests.engine.neural_heads import make_draft_model, make_eagle3, make_mtp
 from tests.engine.v2_waits import Waits
 from vllm_trie.lab.tiny_model import eagle_path
 
 LENGTH = 3
 MakeEngine = Callable[..., LLM]
+Comparison = tuple[Any, Any, list[Any]]
+"""Prompts, parameters, and plain outputs."""
 
 
-NO_TEXT = {"ngram": {"index_tokens": 0, "store_tokens": 0, "recycle": False}}
+NO_TEXT = {"options": {"ngram": {"index_tokens": 0, "store_tokens": 0, "recycle": False}}}
+AS_TREES = {"verification": "tree"}
 
 
 def union(entry: dict[str, Any], num_nodes: int, **options: Any) -> dict[str, Any]:
@@ -34,11 +39,33 @@ def union(entry: dict[str, Any], num_nodes: int, **options: Any) -> dict[str, An
         "speculative_config": {
             "method": "trie_union",
             "drafters": ["ngram", entry],
-            "options": options,
             "num_speculative_tokens": num_nodes,
             "node_budget": "fixed",  # the adaptive one goes by the time of steps
+            **options,
         }
     }
+
+
+def note_predictions(llm: LLM) -> dict[tuple[int, ...], np.ndarray]:
+    """Return a dictionary that takes the probabilities of the drafter's likeliest tokens at each
+    position after each text."""
+    heads: Any = trees_of(llm).guard.drafter.heads
+    seen, stock = dict[tuple[int, ...], np.ndarray](), heads.candidates
+
+    def candidates(requests: Any) -> Any:
+        predicted = stock(requests)
+        for request, of_request in zip(requests, predicted.probabilities, strict=True):
+            seen[tuple(request.token_ids.tolist())] = of_request
+        return predicted
+
+    heads.candidates = candidates
+    return seen
+
+
+def largest_error(chains: dict[Any, np.ndarray], trees: dict[Any, np.ndarray]) -> float:
+    """Return how far predictions after the same texts are apart."""
+    common = chains.keys() & trees.keys()
+    return max(float(np.abs(chains[text] - trees[text]).max()) for text in common)
 
 
 def count_accepted(llm: LLM) -> list[int]:
@@ -78,7 +105,7 @@ def steps_without_drafts(llm: LLM) -> list[bool]:
 
 
 def run_union(llm: LLM, requests: tuple[Any, Any], plain: list[Any]) -> dict[str, Any]:
-    """Chains longer than the drafter's, with n-grams: preemptions, prompts in parts, aborts."""
+    """Trees deeper than the drafter's, with n-grams: preemptions, prompts in parts, aborts."""
     before = free_blocks(llm)
     skipped = steps_without_drafts(llm)
     with preemptions(llm) as preempted:
@@ -97,20 +124,6 @@ def run_union(llm: LLM, requests: tuple[Any, Any], plain: list[Any]) -> dict[str
     return result
 
 
-def run_alone(
-    engines: dict[str, LLM], requests: tuple[Any, Any], plain: list[Any]
-) -> dict[str, Any]:
-    """vLLM's method and a union without text: what differs from plain outputs, what is accepted,
-    and how often steps wait for the device."""
-    results: dict[str, Any] = {}
-    for name, llm in engines.items():
-        waits, accepted = Waits(llm), count_accepted(llm)
-        outputs = generate(llm, *requests)
-        results[name] = {"differences": differences(plain, outputs), "accepted": sum(accepted)}
-        results[name]["waits"] = waits.summary()
-    return results
-
-
 def compare_union(
     engine: MakeEngine, requests: tuple[Any, Any], plain: list[Any], folder: Path
 ) -> dict[str, Any]:
@@ -124,16 +137,79 @@ def compare_union(
     """
     model = make_draft_model(folder, num_layers=3)
     entry = {"method": "draft_model", "model": model, "num_speculative_tokens": LENGTH}
-    return run_union(engine(**union(entry, 2 * LENGTH)), requests, plain)
+    return run_union(engine(**union(entry, 4 * LENGTH, **AS_TREES)), requests, plain)
 
 
-def compare_neural(
-    engine: MakeEngine, requests: tuple[Any, Any], plain: list[Any]
-) -> dict[str, Any]:
-    """Return what differs from plain outputs and what is accepted, alone."""
+def compare_neural(engine: MakeEngine, cases: list[Comparison]) -> dict[str, Any]:
+    """Compare vLLM's method with unions without text; see :func:`compare_trees`."""
     eagle = {"method": "eagle", "model": str(eagle_path()), "num_speculative_tokens": LENGTH}
-    engines = {
-        "own": engine(speculative_config=eagle),
-        "ours": engine(**union(eagle, LENGTH, **NO_TEXT)),
+    own = engine(speculative_config=eagle)
+    waits, accepted = Waits(own), count_accepted(own)
+    result = {"differences": differing(own, cases[:1])}
+    result |= {"accepted": sum(accepted), "waits": waits.summary()}
+    return {"alone": {"own": result, **compare_trees(engine, eagle, cases, **NO_TEXT)}}
+
+
+def compare_random(
+    engine: MakeEngine, cases: list[Comparison], folder: Path, *methods: str
+) -> dict[str, Any]:
+    """Compare drafters with random weights, next to n-grams; see :func:`compare_trees`."""
+    makers = {"eagle3": make_eagle3, "mtp": make_mtp}
+    settings: dict[str, Any] = {"mtp": {"hf_overrides": {"num_nextn_predict_layers": 1}}}
+    return {
+        method: compare_trees(
+            partial(engine, **settings.get(method, {})),
+            {
+                "method": method,
+                "model": makers[method](folder / method),
+                "num_speculative_tokens": LENGTH,
+            },
+            cases,
+        )
+        for method in methods
     }
-    return {"alone": run_alone(engines, requests, plain)}
+
+
+def compare_trees(
+    engine: MakeEngine, entry: dict[str, Any], cases: list[Comparison], **options: Any
+) -> dict[str, Any]:
+    """Run a union as chains and as trees.
+
+    Args:
+        engine: Takes engine options.
+        entry: The trained drafter.
+        cases: Greedy ones first; trees run all.
+        options: Of the union.
+
+    Returns:
+        For each what differs from plain outputs, what is accepted in the first case, and how often
+        steps wait for the device. For trees how far predictions are from those after chains, and
+        how far if the step's tokens are left as trees have them.
+    """
+    engines = {
+        "chains": engine(**union(entry, LENGTH, **options)),
+        "trees": engine(**union(entry, 4 * LENGTH, **options, **AS_TREES)),
+    }
+    results, seen = dict[str, Any](), dict[str, Any]()
+    for name, llm in engines.items():
+        waits, accepted = Waits(llm), count_accepted(llm)
+        seen[name] = note_predictions(llm)
+        results[name] = {"differences": differing(llm, cases[:1])}
+        results[name] |= {"accepted": sum(accepted), "waits": waits.summary()}
+    trees = results["trees"]
+    trees["error"] = largest_error(**seen)
+    trees["differences"] += differing(llm, cases[1:])
+    seen["trees"].clear()
+    runner_of(llm).adapter.flatten = lambda *_: None
+    trees["differences"] += differing(llm, cases[:1])
+    trees["unordered error"] = largest_error(**seen)
+    return results
+
+
+def differing(llm: LLM, cases: list[Comparison]) -> list[Any]:
+    """Return the cases' outputs that differ from plain ones."""
+    return [
+        different
+        for prompts, params, plain in cases
+        for different in differences(plain, generate(llm, prompts, params))
+    ]

@@ -4,6 +4,10 @@ A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object.
 random requests; this compares only such, as many as are wanted, with one of `METHODS`:
 
     python -m tests.engine.v2_run COUNT [SEED [METHOD]]
+
+And this only trained drafters with random weights, EAGLE-3 and MTP, as chains and as trees:
+
+    python -m tests.engine.v2_run trained
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ from tests.engine.test_random_requests import run as answers_of
 from tests.engine.v2_delivery import differing_deliveries
 from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_faults import ENGINE, FAULTS, reasons
-from tests.engine.v2_neural import compare_neural, compare_union
+from tests.engine.v2_neural import Comparison, compare_neural, compare_random, compare_union
 from tests.engine.v2_replay import replay
 from tests.engine.v2_trees import (
     differing,
@@ -135,6 +139,7 @@ METHODS = {
 ADAPTERS = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
 """For two adapters: vLLM on CPUs computes requests without one with that of the last slot."""
 STRUCTURED = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}})
+STRUCTURED_FIRST = [greedy(structured_outputs=STRUCTURED, max_tokens=6), greedy()]
 
 
 def engine(**options: Any) -> LLM:
@@ -146,12 +151,12 @@ def engine(**options: Any) -> LLM:
         "max_num_batched_tokens": 48,
         "max_model_len": 160,
         "dtype": "float32",
+        "kv_cache_memory_bytes": 16 << 20,
         "reasoning_config": ReasoningConfig(**THINKING),
         **options,
     }
     return LLM(
         enforce_eager=True,
-        kv_cache_memory_bytes=16 << 20,
         disable_log_stats=False,
         seed=0,
         **settings,
@@ -438,8 +443,15 @@ def make_adapters(folder: Path) -> list[LoRARequest]:
 
 
 def structured(llm: LLM) -> list[Any]:
-    params = greedy(structured_outputs=STRUCTURED, max_tokens=6)
-    return generate(llm, TEXTS[1:3], [params, greedy()])
+    return generate(llm, TEXTS[1:3], STRUCTURED_FIRST)
+
+
+def neural_cases(plain: dict[str, Any]) -> list[Comparison]:
+    return [
+        (TEXTS[:4], greedy(), plain["long"][:4]),
+        (TEXTS[:4], SEEDS, plain["seeds"]),
+        (TEXTS[1:3], STRUCTURED_FIRST, plain["structured"]),
+    ]
 
 
 def sessions(llm: LLM, stops: list[int]) -> list[list[list[int]]]:
@@ -558,7 +570,7 @@ def compare_all(folder: Path) -> dict[str, Any]:
         "differences": differences(plain["long"][:3], outputs),
     }
     result["families"] = compare_families(TESTED, LONG)
-    result |= compare_neural(engine, (TEXTS[:4], greedy()), plain["long"][:4])
+    result |= compare_neural(engine, neural_cases(plain))
     kernels = {
         "walks": differing_walks(20),
         "deliveries": differing_deliveries(20),
@@ -581,8 +593,10 @@ def compare_newer(folder: Path) -> dict[str, Any]:
     }
     tell_oracle([*plain["greedy"], *plain["seeds"]])
     requests = TEXTS[:4], greedy()
-    union = compare_union(engine, requests, generate(llm, *requests), folder)
-    result: dict[str, Any] = {"union": union}
+    long = generate(llm, *requests)
+    result: dict[str, Any] = {"union": compare_union(engine, requests, long, folder)}
+    cases = neural_cases({**plain, "long": long})
+    result |= compare_random(engine, cases, folder, "eagle3")
     for name, options in {
         "ahead": {"speculative_config": AHEAD, **ADAPTERS},
         "trees": {"speculative_config": TREES},
@@ -624,6 +638,12 @@ def main() -> None:
     elif sys.argv[1:] == ["newer"]:
         with tempfile.TemporaryDirectory() as folder:
             result = compare_newer(Path(folder))
+    elif sys.argv[1:] == ["trained"]:
+        llm = engine()
+        plain = {"long": generate(llm, TEXTS[:4], greedy()), "structured": structured(llm)}
+        plain["seeds"] = generate(llm, TEXTS[:4], SEEDS)
+        with tempfile.TemporaryDirectory() as folder:
+            result = compare_random(engine, neural_cases(plain), Path(folder), "eagle3", "mtp")
     elif sys.argv[1:]:
         count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
         result = compare_random_requests(int(count), int(seed), method)

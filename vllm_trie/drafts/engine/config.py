@@ -59,8 +59,7 @@ class EngineOptions(BaseModel):
     )
     allow_untested_gpu: bool = Field(
         default=False,
-        description="Has no effect since 0.6, and is accepted for one more release: trees and "
-        "native beam search need no permission on an NVIDIA GPU.",
+        description="Allow what has not run on an NVIDIA GPU: trees of trained drafters.",
     )
 
 
@@ -81,17 +80,16 @@ class Speculator(Protocol):
     def model(self) -> str | None:
         """Folder or name of its checkpoint, None for one that the model has."""
 
-    def check(self, vllm_config: VllmConfig, verification: Verification) -> None:
+    def check(self, vllm_config: VllmConfig, options: EngineOptions) -> None:
         """Refuse a complete configuration that it cannot draft in."""
 
-    def attach(self, speculator: Any, drafter: Any, propose: Any) -> None:
+    def attach(self, speculator: Any, adapter: Any) -> None:
         """Hand the method's drafter what vLLM has made, on Model Runner V2.
 
         Args:
             speculator: vLLM's.
-            drafter: The method's.
-            propose: Takes a step's batch, its hidden states and the limit on a draft; drafts with
-                the method.
+            adapter: The :class:`~vllm_trie.drafts.engine.runners.v2_adapter.V2Adapter`, which
+                drafts with the method.
         """
 
 

@@ -29,6 +29,8 @@ class TreeStep:
         has_drafts: Whether it verifies any.
         tree_batch: The trees that need tree attention.
         places: Of their nodes, see :func:`follow_depths`.
+        path: On Model Runner V2 the query token of each row of logits, and the row that belongs
+            there, see :func:`compact_on_device`.
         likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
             where they are not read.
         argmax: int of each row of logits; None where the drafter does not need it.
@@ -45,6 +47,7 @@ class TreeStep:
     has_drafts: bool = False
     tree_batch: TreeBatch | None = None
     places: torch.Tensor | None = None
+    path: tuple[torch.Tensor, torch.Tensor] | None = None
     likeliest: tuple[np.ndarray, np.ndarray] | None = None
     argmax: np.ndarray | None = None
     num_decoding: int = 0

@@ -32,8 +32,7 @@ class TrieUnionDrafter(NgramTrieDrafter):
     """Drafts from n-grams of earlier text and from one source of heads.
 
     Attributes:
-        heads: Medusa's, or the chains of a trained drafter once the engine has made it; None
-            without either.
+        heads: Medusa's, or a trained drafter's once the engine has made it; None without either.
     """
 
     name: ClassVar[str] = METHOD

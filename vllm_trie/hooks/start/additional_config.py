@@ -23,7 +23,7 @@ BEAM_SEARCH = "beam_search"
 BEAM_KEYS = frozenset({BEAM_SEARCH, *(key for _, keys in brought("keys") for key in keys)})
 """Keys that are not options of a speculative method."""
 ALLOW_GPU = "allow_untested_gpu"
-"""Without effect since both have run on a GPU; still accepted."""
+"""True allows what has not run on an NVIDIA GPU."""
 SWITCHES = (BEAM_SEARCH, ALLOW_GPU)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from vllm_trie.drafts.engine.config import EngineOptions
+from vllm_trie.extras.union.neural import checks
 from vllm_trie.extras.union.neural.options import NeuralOptions
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
@@ -44,7 +46,7 @@ def configuration(**changes: Any) -> Any:
 
 
 def test_what_it_can_draft_in_passes():
-    EAGLE.check(configuration(), "auto")
+    EAGLE.check(configuration(), EngineOptions(verification="tree"))
 
 
 @pytest.mark.parametrize(
@@ -65,10 +67,13 @@ def test_what_it_can_draft_in_passes():
 )
 def test_others_are_refused(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
-        EAGLE.check(configuration(**changes), "auto")
+        EAGLE.check(configuration(**changes), EngineOptions())
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
 
 
-def test_trees_are_refused():
-    with pytest.raises(ValueError, match="leave verification='tree' out"):
-        EAGLE.check(configuration(), "tree")
+def test_trees_need_permission_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(checks, "is_cuda", lambda: True)
+    with pytest.raises(ValueError, match="allow_untested_gpu to True"):
+        EAGLE.check(configuration(), EngineOptions(verification="tree"))
+    EAGLE.check(configuration(), EngineOptions(verification="tree", allow_untested_gpu=True))
+    EAGLE.check(configuration(), EngineOptions())

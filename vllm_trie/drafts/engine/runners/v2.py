@@ -333,7 +333,7 @@ def init_speculator(
         return make(vllm_config, device, req_states)
     speculator = original(vllm_config, device, req_states)
     speculator.adapter = adapter = _make_adapter(vllm_config, device, req_states)
-    tree_config.speculator.attach(speculator, adapter.trees.guard.drafter, adapter.propose)
+    tree_config.speculator.attach(speculator, adapter)
     return speculator
 
 

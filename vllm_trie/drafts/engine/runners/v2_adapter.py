@@ -151,14 +151,14 @@ class V2Adapter(Adapter):
         # Verify, on the device. The host gets its copies of what was there before the tokens, too.
         grammar = yield "masks", None
         likeliest, argmax = self._copies_of(step, (yield "logits", cut.masks(grammar)))
-        path = yield "path", draft_rows
+        step.path = yield "path", draft_rows
         tokens, counts = yield "tokens", None
         arrived = torch.cuda.Event(blocking=True)
         tokens, counts = async_copy_to_np(tokens), async_copy_to_np(counts)
         arrived.record()
         hidden_states, max_nodes = yield "states", None
-        if path is not None and step.tree_batch is not None:  # behind the copy of the output
-            compact_on_device(self.cache_groups, list(slot_mappings), *path)
+        if step.path is not None and step.tree_batch is not None:  # behind the output's copy
+            compact_on_device(self.cache_groups, list(slot_mappings), *step.path)
         self._read_prompts(texts, max_nodes)
 
         # Draft for this step at last, while the step before has ended and this one waits.
@@ -431,6 +431,18 @@ class V2Adapter(Adapter):
         Args:
             step: Changed.
             batch: Of the step; positions of nodes are changed.
+        """
+
+    def flatten(
+        self, batch: InputBatch, by_layer: Mapping[str, object], states: Sequence[torch.Tensor]
+    ) -> None:
+        """Put a step's accepted nodes where a chain has its tokens, for a drafter of vLLM's that
+        has a KV cache.
+
+        Args:
+            batch: Of the step; its tokens and positions are changed.
+            by_layer: Attention metadata, which carries no trees any more.
+            states: Hidden states, [tokens of the step, size] each, changed.
         """
 
     def _copies_of(

@@ -8,7 +8,7 @@ it has drafted from it, so that it places the trees; verification and compaction
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,7 +185,8 @@ class V2TreeAdapter(V2Adapter):
             if self.waits_for == "positions":  # not in a dummy run
                 self.resume("positions", slot_mappings)
             by_layer = prepare_attn(batch, mode, tables, slot_mappings, *args, **kwargs)
-            hand_on(self.trees.step.tree_batch, by_layer)
+            if self.trees.step.tree_batch is not None:
+                hand_on(self.trees.step.tree_batch, by_layer)
             return by_layer
 
         return with_trees
@@ -240,6 +241,19 @@ class V2TreeAdapter(V2Adapter):
         tokens = QueryTokens(starts, num_computed, batch.positions, batch.input_ids)
         self.trees.place(step, tokens, self._takes_chains, trees)
         return on_device[0, :num_rows], on_device[1, :num_rows]
+
+    def flatten(
+        self, batch: InputBatch, by_layer: Mapping[str, object], states: Sequence[torch.Tensor]
+    ) -> None:
+        step = self.trees.step
+        if step.path is None or step.places is None:
+            return
+        hand_on(None, by_layer)
+        nodes, shifts = step.places
+        follow_depths(batch.positions, torch.stack([nodes, -shifts]))
+        tokens, rows = step.path
+        for values in (batch.input_ids, *states):
+            values[tokens] = values[tokens[rows]]
 
     def _needs_chain(self, params: SamplingParams) -> bool:
         return (

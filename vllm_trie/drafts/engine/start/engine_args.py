@@ -98,10 +98,10 @@ def verify(vllm_config: VllmConfig) -> None:
                 f"speculative method {tree_config.method!r} was asked for, but the checkpoint "
                 f"brings {speculative.method!r}; serve the model that it names as its verifier"
             )
-        asked = tree_config.engine_options.verification
+        options = tree_config.engine_options
         if tree_config.speculator is not None:
-            tree_config.speculator.check(vllm_config, asked)
-        chosen = choose_verification(vllm_config, tree_config.method, asked)
+            tree_config.speculator.check(vllm_config, options)
+        chosen = choose_verification(vllm_config, tree_config.method, options.verification)
         config.set_verification(vllm_config, chosen)
         _leave_requests_unpadded(vllm_config)
         # A worker would find them too, a minute later and inside its traceback.

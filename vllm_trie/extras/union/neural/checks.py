@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.hooks.ledger.record import Symbols
+from vllm_trie.hooks.start.limits import is_cuda
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_trie.drafts.engine.config import EngineOptions
 
 # fmt: off
 _refused = Symbols(
@@ -23,34 +26,34 @@ _speculator = Symbols(
     "v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.",
     "a speculator can be a part of another")
 _speculator("__init__", "relied on",
-    "makes draft_tokens, and num_speculative_steps, which is set to the length of the chains",
+    "makes draft_tokens, and num_speculative_steps, which is set to the number of heads",
     "vllm_config device")
 _speculator("_maybe_predict_acceptance", "set",
-    "keeps the probabilities of the tokens that are drafted", "logits idx_mapping draft_step")
+    "keeps the likeliest tokens of each position", "logits idx_mapping draft_step")
 _speculator("init_cudagraph_manager", "set",
-    "shortens the chains once there are graphs of whole batches", "cudagraph_mode")
+    "leaves out passes once there are graphs of whole batches", "cudagraph_mode")
 _speculator("propose", "set",
-    "drafts for the union, whose drafts it returns",
-    "input_batch attn_metadata slot_mappings last_hidden_states dummy_run "
+    "drafts for the union, whose drafts it returns, from a step without trees",
+    "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states dummy_run "
     "num_speculative_tokens")
 # fmt: on
 
 
 def check_trained_drafter(
-    vllm_config: VllmConfig, method: str, model: str | None, asked: str
+    vllm_config: VllmConfig, method: str, model: str | None, options: EngineOptions
 ) -> None:
     """Refuse a complete configuration that the trained drafter cannot draft in.
 
     Args:
         vllm_config: Of the engine.
         method, model: Of the trained drafter.
-        asked: The option `verification`.
+        options: Of the engine.
 
     Raises:
         RefusedError: Every reason at once.
     """
     if reasons := [
-        *_runner_problems(vllm_config, asked),
+        *_runner_problems(vllm_config, options),
         *_problems(vllm_config, method, model),
     ]:
         raise RefusedError(
@@ -59,7 +62,7 @@ def check_trained_drafter(
         )
 
 
-def _runner_problems(vllm_config: VllmConfig, asked: str) -> Iterator[str]:
+def _runner_problems(vllm_config: VllmConfig, options: EngineOptions) -> Iterator[str]:
     speculative: Any = vllm_config.speculative_config
     if not vllm_config.use_v2_model_runner:
         yield (
@@ -67,8 +70,11 @@ def _runner_problems(vllm_config: VllmConfig, asked: str) -> Iterator[str]:
             "an NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's "
             f"own method {speculative.method!r}"
         )
-    if asked == "tree":
-        yield "vLLM's speculators read chains; leave verification='tree' out"
+    if options.verification == "tree" and is_cuda() and not options.allow_untested_gpu:
+        yield (
+            "its trees have not run on a GPU; leave verification='tree' out for chains, or set "
+            "allow_untested_gpu to True"
+        )
     if speculative.use_multi_module_mtp():
         yield "MTP with several modules is not supported; use vLLM's own method 'mtp'"
 

@@ -11,6 +11,8 @@ from vllm_trie.drafts.drafter import DrafterOptions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_trie.drafts.engine.config import EngineOptions
+
 NeuralMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
 NEURAL_METHODS: tuple[str, ...] = get_args(NeuralMethod)
 """Methods of vLLM that draft with weights and a KV cache of their own, and that a union takes."""
@@ -25,7 +27,7 @@ class NeuralOptions(DrafterOptions):
         description="Folder or name of the checkpoint; 'mtp' takes the model's own if left out.",
     )
     num_speculative_tokens: int = Field(
-        default=4, ge=1, le=16, description="Length of its chain, in forward passes of the drafter."
+        default=4, ge=1, le=16, description="Positions that it predicts, a forward pass for each."
     )
 
     @model_validator(mode="after")
@@ -36,15 +38,16 @@ class NeuralOptions(DrafterOptions):
             )
         return self
 
-    def check(self, vllm_config: VllmConfig, verification: str) -> None:
+    def check(self, vllm_config: VllmConfig, options: EngineOptions) -> None:
         """Refuse a complete configuration that it cannot draft in; see :mod:`.checks`."""
         from vllm_trie.extras.union.neural.checks import check_trained_drafter
 
-        check_trained_drafter(vllm_config, self.method, self.model, verification)
+        check_trained_drafter(vllm_config, self.method, self.model, options)
 
-    def attach(self, speculator: Any, drafter: Any, propose: Any) -> None:
+    def attach(self, speculator: Any, adapter: Any) -> None:
         """Hand vLLM's speculator to the union, whose heads it becomes."""
-        from vllm_trie.extras.union.neural.chains import V2Chains
+        from vllm_trie.extras.union.neural.heads import SpeculatorHeads
 
-        length = min(self.num_speculative_tokens, drafter.context.num_nodes)
-        drafter.heads = V2Chains(speculator, length, propose)
+        drafter = adapter.trees.guard.drafter
+        count = min(self.num_speculative_tokens, drafter.context.num_nodes)
+        drafter.heads = SpeculatorHeads(speculator, count, adapter)

@@ -1,0 +1,127 @@
+"""A trained drafter on Model Runner V2: vLLM's own speculator, whose predictions the host reads.
+
+The speculator runs in every step, as it does for vLLM's own method. After trees the accepted nodes
+come first, as after a chain, so that its KV cache follows the accepted tokens. Its passes are only
+queued, and the host waits for the predictions where the union drafts::
+
+    device   [ step k ][ sampled tokens ][ passes of the speculator ][ predictions ]
+    host                                                            waits           [ union ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+
+from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.engine.verification.kernels import likeliest_on_device
+from vllm_trie.drafts.ngrams import Candidates
+from vllm_trie.drafts.ngrams.native import ROW_TOKENS
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
+
+
+class SpeculatorHeads:
+    """A source of heads: each predicts the likeliest tokens of a position, given the likeliest ones
+    before it.
+
+    Args:
+        speculator: vLLM's, as made. Its ``propose`` is replaced by one that returns the union's
+            drafts, and its estimate of acceptance by one that keeps the likeliest tokens.
+        count: Heads, at most N.
+        adapter: Drafts with the union, which calls :meth:`candidates`.
+    """
+
+    def __init__(self, speculator: Any, count: int, adapter: V2Adapter) -> None:
+        self._speculator = speculator
+        self._count = count
+        self._adapter = adapter
+        self._run_speculator: Callable[..., torch.Tensor] = speculator.propose
+        # By the runner's request index; CUDA graphs are padded with requests of index -1.
+        num_rows, width = speculator.draft_tokens.shape
+        shape = num_rows + 1, width, ROW_TOKENS
+        self._tokens = torch.zeros(shape, dtype=torch.int32, device=speculator.device)
+        self._probabilities = torch.zeros(shape, device=speculator.device)
+        # On their way to the host: the rows of the requests, their predictions, and the event.
+        self._rows: Mapping[str, int] = {}
+        self._copies: list[np.ndarray] = []
+        self._copied = torch.cuda.Event(blocking=True)
+        self._make_graphs: Callable[..., None] = speculator.init_cudagraph_manager
+        speculator.propose = self._propose
+        speculator.init_cudagraph_manager = self._init_cudagraph_manager
+        speculator._maybe_predict_acceptance = self._keep_likeliest
+
+    def candidates(self, requests: Sequence[DraftRequest]) -> Candidates:
+        """Wait for the step's predictions and return those of some requests."""
+        self._copied.synchronize()
+        rows = [self._rows[request.request_id] for request in requests]
+        tokens, probabilities = (copy[rows] for copy in self._copies)
+        return Candidates(tokens, np.nan_to_num(probabilities))
+
+    def _init_cudagraph_manager(self, cudagraph_mode: object) -> None:
+        """Let the speculator make no more passes than there are heads, once it has its managers of
+        CUDA graphs, whose batches verify N tokens a request."""
+        self._speculator.num_speculative_steps = self._tokens.shape[1]
+        self._make_graphs(cudagraph_mode)
+        self._speculator.num_speculative_steps = self._count
+
+    def _propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Mapping[str, object],
+        slot_mappings: object,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Sequence[torch.Tensor] | None,
+        *rest: object,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **more: object,
+    ) -> torch.Tensor:
+        """End the step, then run the speculator; see ``BaseSpeculator.propose``.
+
+        KV of accepted nodes moves first, as the speculator computes the slots of its own tokens
+        where those of the step are.
+        """
+        drafts = None
+        if not dummy_run:
+            states = last_hidden_states, *(aux_hidden_states or ())
+            self._adapter.flatten(input_batch, attn_metadata, states)
+            max_nodes = self._adapter.num_draft_tokens
+            if num_speculative_tokens is not None:
+                max_nodes = num_speculative_tokens
+            drafts = self._adapter.propose(input_batch, last_hidden_states, max_nodes)
+        chains = self._run_speculator(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            *rest,
+            dummy_run=dummy_run,
+            num_speculative_tokens=self._count if num_speculative_tokens != 0 else 0,
+            **more,
+        )
+        if drafts is None:
+            return chains
+        self._rows = {request_id: row for row, request_id in enumerate(input_batch.req_ids)}
+        kept = self._tokens, self._probabilities
+        self._copies = [
+            async_copy_to_np(of_all[input_batch.idx_mapping, : self._count]) for of_all in kept
+        ]
+        self._copied.record()
+        return drafts
+
+    def _keep_likeliest(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
+    ) -> None:
+        """Keep the likeliest tokens of a position; part of CUDA graphs."""
+        tokens, probabilities = likeliest_on_device(logits)
+        self._tokens[idx_mapping, draft_step] = tokens
+        self._probabilities[idx_mapping, draft_step] = probabilities
