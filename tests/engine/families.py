@@ -436,7 +436,12 @@ def _model_class(config: Config) -> Any:
 def positions_with_image(
     model: Any, input_tokens: Sequence[int], mm_features: Any
 ) -> tuple[torch.Tensor, int]:
-    """Positions in time, height and width as if the first 16 tokens were an image of 4 by 4."""
+    """Positions in time, height and width as if the first 16 tokens were an image of 4 by 4.
+
+    Fewer tokens are text: a beam's slot on Model Runner V2 begins with one.
+    """
+    if len(input_tokens) < 16:
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
     patches = torch.arange(16)
     image = torch.stack([torch.zeros_like(patches), patches // 4, patches % 4])
     text = torch.arange(4, 4 + len(input_tokens) - 16).expand(3, -1)

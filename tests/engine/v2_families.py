@@ -24,14 +24,13 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 import numpy as np
 import pytest
-import torch
 from vllm import LLM, SamplingParams
 from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.engine.compare import differences, generate, largest_score_error, tell_oracle
-from tests.engine.conftest import add_experts_group, runner_of
+from tests.engine.conftest import add_experts_group
 from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import (
@@ -109,7 +108,7 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
         "differences": differences(expected, outputs),
         "accepted": accepted,
         "rejected": drafted - accepted,
-        "score_error": score_error(plain) if name in SEARCHED else None,
+        "score_error": largest_score_error(plain, prompts(), 9) if name in SEARCHED else None,
         "other_experts": rows_with_other_experts(expected, outputs) if name == EXPERTS else None,
     }
 
@@ -121,18 +120,6 @@ def rows_with_other_experts(expected: Sequence[Any], outputs: Sequence[Any]) -> 
         int((a.outputs[0].routed_experts != b.outputs[0].routed_experts).any(axis=(1, 2)).sum())
         for a, b in pairs
     ]
-
-
-def text_positions(input_tokens: Sequence[int], mm_features: Any) -> tuple[torch.Tensor, int]:
-    """Positions in time, height and width of text, which is all that a search can begin with."""
-    return torch.arange(len(input_tokens)).expand(3, -1), 0
-
-
-def score_error(llm: LLM) -> float:
-    """Return the error of native searches in texts, see :func:`largest_score_error`."""
-    runner_of(llm).model.get_mrope_input_positions = text_positions
-    llm.reset_prefix_cache()  # of prompts with the positions of images
-    return largest_score_error(llm, prompts(), 9)
 
 
 def take_the_devices_recurrent_kernels() -> None:

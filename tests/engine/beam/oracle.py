@@ -82,7 +82,7 @@ def search(path: str, case: Case) -> list[Expected]:
         options["no_repeat_ngram_size"] = case.no_repeat_ngram_size
     if case.min_tokens:
         options["min_new_tokens"] = case.min_tokens
-    return _generate(
+    return hypotheses_of(
         model,
         prompt,
         num_beams=case.beam_width,
@@ -92,23 +92,24 @@ def search(path: str, case: Case) -> list[Expected]:
     )
 
 
-def _generate(model: Any, prompt: torch.Tensor, num_beams: int, **options: Any) -> list[Expected]:
+def hypotheses_of(
+    model: Any, input_ids: torch.Tensor, num_beams: int, **options: Any
+) -> list[Expected]:
     """The hypotheses, best first; one beam has no score."""
-    pad = model.config.vocab_size - 1
+    pad = model.config.get_text_config().vocab_size - 1
     with torch.no_grad():
         result = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            input_ids=input_ids,
             num_beams=num_beams,
             num_return_sequences=num_beams,
             do_sample=False,
             pad_token_id=pad,
             return_dict_in_generate=True,
             output_scores=True,
-            **options,
+            **{"attention_mask": torch.ones_like(input_ids), **options},
         )
     hypotheses = []
-    for i, sequence in enumerate(result.sequences[:, prompt.shape[1] :].tolist()):
+    for i, sequence in enumerate(result.sequences[:, input_ids.shape[1] :].tolist()):
         while sequence and sequence[-1] == pad:
             sequence.pop()
         score = float(result.sequences_scores[i]) if num_beams > 1 else None
@@ -141,7 +142,7 @@ def constrained_search(
         # Beams of probability 0 may be anywhere; Hugging Face wants some token for them, too.
         return allowed(tuple(token_ids[prompt.shape[1] :].tolist())) or [pad]
 
-    hypotheses = _generate(
+    hypotheses = hypotheses_of(
         model,
         prompt,
         num_beams=beam_width,

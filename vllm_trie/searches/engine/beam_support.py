@@ -89,12 +89,10 @@ def check_inputs(request: EngineCoreRequest) -> None:
     """Refuse a beam request with inputs that the search cannot continue.
 
     Raises:
-        BeamRequestError: It has embeddings, images or streaming input.
+        BeamRequestError: It has prompt embeddings or streaming input.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
-    if request.mm_features:
-        raise BeamRequestError("beam search: multimodal prompts are not supported with beam_width")
     if request.resumable:
         raise BeamRequestError("beam search: streaming input is not supported with beam_width")
 

@@ -13,6 +13,8 @@ for _protocol in ("completion.protocol:Completion", "chat_completion.protocol:Ch
     _beams(f"entrypoints.openai.{_protocol}Request.extract_structured_outputs", "called",
         "the grammar of a request with use_beam_search", "")
 _beams("v1.core.sched.scheduler:Scheduler._free_request", "called", "frees proxies", "request")
+_beams("v1.core.sched.scheduler:Scheduler._free_encoder_inputs", "called",
+    "releases images of prompts that are computed", "request")
 _beams("v1.core.sched.output:NewRequestData", "made", "a beam's slot on Model Runner V2",
     "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
     "num_computed_tokens lora_request prefill_token_ids")
@@ -37,6 +39,8 @@ _beams("v1.structured_output.backend_types:StructuredOutputBackend.allocate_toke
     "called", "the masks of a search's beams", "max_num_seqs")
 _beams("v1.structured_output.request:StructuredOutputRequest.grammar", "read",
     "the grammar that vLLM has compiled for a search")
+_beams("v1.worker.gpu.mm.rope:RopeState.init_prefill_positions", "relied on",
+    "writes prefill_delta, which beams take over from their prompt", "req_idx")
 _beams("v1.worker.gpu.async_utils:stream", "called",
     "copies candidates in the stream of a step's output", "to_stream from_stream",
     until=TOKEN_LISTS)

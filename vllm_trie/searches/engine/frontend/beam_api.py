@@ -39,7 +39,9 @@ EXTRA_OPTIONS = ("early_stopping", "do_sample", "num_beam_groups", "diversity_pe
 """Attributes of a ``BeamSearchParams`` that the native search reads, next to vLLM's fields and the
 options of constraints."""
 
-NOT_TOKENS = "only text prompts and token ids are searched natively"
+SEARCHED = ("token", "multimodal")
+"""Kinds of vLLM's inputs that the native search takes."""
+NOT_SEARCHED = "prompt embeddings are not searched natively"
 
 
 def beam_extra_args(params: BeamSearchParams) -> dict[str, Any]:
@@ -109,8 +111,8 @@ def search_offline(
     reason = _reason_for_stock_search(llm.llm_engine.vllm_config, params)
     if reason is None:
         engine_inputs = list(llm._preprocess_cmpl(prompts))
-        if any(engine_input["type"] != "token" for engine_input in engine_inputs):
-            reason = NOT_TOKENS
+        if any(engine_input["type"] not in SEARCHED for engine_input in engine_inputs):
+            reason = NOT_SEARCHED
     if reason is not None:
         _refuse_constraints(beam_extra_args(params), reason)
         logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
@@ -162,8 +164,8 @@ def search_online(
         BeamRequestError: The native search refuses something in the request.
     """
     reason = reason_for_stock_search(serving.engine_client.vllm_config, params)
-    if reason is None and prompt["type"] != "token":
-        reason = NOT_TOKENS
+    if reason is None and prompt["type"] not in SEARCHED:
+        reason = NOT_SEARCHED
     if reason is not None:
         _refuse_constraints(_extra_args(params), reason)
         logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)

@@ -268,6 +268,7 @@ class GroupBeams:
             None,
             client_index=request.client_index,
             arrival_time=request.arrival_time,
+            mm_features=request.mm_features,
             lora_request=request.lora_request,
             cache_salt=request.cache_salt,
             priority=request.priority,

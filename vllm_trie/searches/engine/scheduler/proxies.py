@@ -139,6 +139,7 @@ def take_outputs(
     for proxy_id, group in prompts.items():
         proxy = group.beams.proxy
         proxy.num_in_flight_tokens -= scheduled[proxy_id]
+        scheduler._free_encoder_inputs(proxy)
         sampled = model_output.sampled_token_ids
         if not sampled or not len(sampled[model_output.req_id_to_index[proxy_id]]):
             continue  # a chunk of the prompt

@@ -73,6 +73,7 @@ class AttachedBeams:
             names = self._names_of(step)
             state = copy(runner.requests[step.proxy_id])
             state.output_token_ids = []  # it has one of the prompt's step
+            state.num_computed_tokens = step.num_computed  # behind all images
             runner.requests.update(dict.fromkeys(names, state))
             batch._req_ids += names
             batch.req_id_to_index.update(zip(names, range(first, first + len(names)), strict=True))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.mm.rope import RopeState
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
@@ -54,9 +55,14 @@ class BeamSlots:
         self._runner = runner
         self._names: dict[str, list[str]] = {}  # by proxy id
         self._indices: dict[str, np.ndarray] = {}
+        self._deltas: dict[str, int] = {}  # of M-RoPE's positions behind the prompt
         self._on_device: dict[str, DeviceBeams] = {}
         self.selector = Selector(waits=False, beams=self._on_device)
         self._steps: Sequence[BeamStep] = ()
+
+    @property
+    def _rope(self) -> RopeState | None:
+        return getattr(self._runner.model_state, "rope_state", None)
 
     def add_to(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Return a step with the beams of its groups, for which slots are added and removed."""
@@ -71,10 +77,14 @@ class BeamSlots:
         for proxy_id in ended:
             result.finished_req_ids.update(self._names.pop(proxy_id))
             self._indices.pop(proxy_id, None)
+            self._deltas.pop(proxy_id, None)
             self._on_device.pop(proxy_id, None)
         for step in steps:
             if step.proxy_id not in self._names:
                 self._names[step.proxy_id] = []
+                if self._rope is not None:
+                    index = self._runner.req_states.req_id_to_index[step.proxy_id]
+                    self._deltas[step.proxy_id] = self._rope.prefill_delta.np[index]
                 result.finished_req_ids.add(step.proxy_id)
             names = self._names[step.proxy_id]
             num_groups = len(step.shared)
@@ -130,6 +140,9 @@ class BeamSlots:
         if indices is None:
             names, index_of = self._names[step.proxy_id], self._runner.req_states.req_id_to_index
             indices = self._indices[step.proxy_id] = np.array([index_of[name] for name in names])
+            if self._rope is not None:
+                self._rope.prefill_delta.np[indices] = self._deltas[step.proxy_id]
+                self._rope.prefill_delta.copy_to_uva()
         return indices[: step.num_beams]
 
     def select(self, logits: torch.Tensor, batch: InputBatch) -> None:
