@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.hooks.ledger.record import Symbols
@@ -52,67 +51,52 @@ def check_trained_drafter(
     Raises:
         RefusedError: Every reason at once.
     """
-    if reasons := [
-        *_runner_problems(vllm_config, options),
-        *_problems(vllm_config, method, model),
-    ]:
+    speculative: Any = vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
+    is_other = speculative.method != method
+    problems = {
+        "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on an "
+        "NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's own "
+        f"method {speculative.method!r}": not vllm_config.use_v2_model_runner,
+        "its trees have not run on a GPU; leave verification='tree' out for chains, or set "
+        "allow_untested_gpu to True": options.verification == "tree"
+        and is_cuda()
+        and not options.allow_untested_gpu,
+        "MTP with several modules is not supported; use vLLM's own method 'mtp'": (
+            speculative.use_multi_module_mtp()
+        ),
+        f"vLLM takes the checkpoint {model!r} for method {speculative.method!r}; write 'method': "
+        f"{speculative.method!r} if it is allowed, or rename the folder, whose name vLLM goes "
+        "by": is_other,
+        "the MTP layers of this model share the model's KV cache, which the plugin does not "
+        "handle; use vLLM's own method 'mtp' without trie_union": not is_other
+        and (speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp()),
+        "KV connectors (kv_transfer_config) are not supported; leave the setting out": (
+            vllm_config.kv_transfer_config is not None
+        ),
+        "models with multimodal inputs are not supported; use a text model": (
+            vllm_config.model_config.supports_multimodal_inputs
+        ),
+        "drafters with multimodal rotary positions (M-RoPE) are not supported": (
+            speculative.draft_model_config.uses_mrope
+        ),
+    }
+    reasons = [reason for reason, applies in problems.items() if applies]
+    # A drafter that one rank alone gives up would leave the others waiting for it.
+    for part, name, allowed in (
+        (parallel, "data_parallel_size", 1),
+        (parallel, "tensor_parallel_size", 1),
+        (parallel, "pipeline_parallel_size", 1),
+        (speculative, "parallel_drafting", False),
+        (speculative, "draft_sample_method", "greedy"),
+        (speculative, "rejection_sample_method", "standard"),
+        (speculative, "use_local_argmax_reduction", False),
+        (speculative, "enable_adaptive_verification", False),
+    ):
+        if (value := getattr(part, name)) != allowed:
+            reasons.append(f"{name}={value!r} is not supported; set it to {allowed!r}")
+    if reasons:
         raise RefusedError(
             f"trie_union cannot run with {{'method': {method!r}}} among its drafters here:"
             "\n- " + "\n- ".join(reasons)
         )
-
-
-def _runner_problems(vllm_config: VllmConfig, options: EngineOptions) -> Iterator[str]:
-    speculative: Any = vllm_config.speculative_config
-    if not vllm_config.use_v2_model_runner:
-        yield (
-            "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on "
-            "an NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's "
-            f"own method {speculative.method!r}"
-        )
-    if options.verification == "tree" and is_cuda() and not options.allow_untested_gpu:
-        yield (
-            "its trees have not run on a GPU; leave verification='tree' out for chains, or set "
-            "allow_untested_gpu to True"
-        )
-    if speculative.use_multi_module_mtp():
-        yield "MTP with several modules is not supported; use vLLM's own method 'mtp'"
-
-
-def _problems(vllm_config: VllmConfig, method: str, model: str | None) -> Iterator[str]:
-    speculative: Any = vllm_config.speculative_config
-    parallel = vllm_config.parallel_config
-    if speculative.method != method:
-        yield (
-            f"vLLM takes the checkpoint {model!r} for method {speculative.method!r}; write "
-            f"'method': {speculative.method!r} if it is allowed, or rename the folder, whose name "
-            "vLLM goes by"
-        )
-    elif speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
-        yield (
-            "the MTP layers of this model share the model's KV cache, which the plugin does not "
-            "handle; use vLLM's own method 'mtp' without trie_union"
-        )
-    for name, instead in (
-        ("data_parallel_size", "start one engine for each replica"),
-        ("tensor_parallel_size", "use vLLM's own method on several devices"),
-        ("pipeline_parallel_size", "use vLLM's own method on several devices"),
-    ):
-        if (size := getattr(parallel, name)) > 1:
-            # A drafter that one rank alone gives up would leave the others waiting for it.
-            yield f"{name}={size} is not supported; set it to 1, or {instead}"
-    if vllm_config.kv_transfer_config is not None:
-        yield "KV connectors (kv_transfer_config) are not supported; leave the setting out"
-    if vllm_config.model_config.supports_multimodal_inputs:
-        yield "models with multimodal inputs are not supported; use a text model"
-    if speculative.draft_model_config.uses_mrope:
-        yield "drafters with multimodal rotary positions (M-RoPE) are not supported"
-    for name, allowed in (
-        ("parallel_drafting", False),
-        ("draft_sample_method", "greedy"),
-        ("rejection_sample_method", "standard"),
-        ("use_local_argmax_reduction", False),
-        ("enable_adaptive_verification", False),
-    ):
-        if (value := getattr(speculative, name)) != allowed:
-            yield f"{name}={value!r} is not supported; leave it out or set it to {allowed!r}"
