@@ -410,6 +410,8 @@ def write_model(folder: Path, family: Family, repeats: bool = False) -> str:
         if weight.dim() >= 2 and "visual" not in name:
             embeds = "embed" in name or "wte" in name
             torch.nn.init.normal_(weight, std=embedding_std if embeds else layers_std)
+        if name.endswith("sinks"):
+            torch.nn.init.constant_(weight, 8.0)  # near the largest scores
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if repeats and head.weight is not embeddings.weight:
         order = torch.arange(VOCABULARY).view(-1, CYCLE).roll(1, dims=1).flatten()

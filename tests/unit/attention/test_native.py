@@ -331,14 +331,17 @@ def test_requests_that_share_slots(native, data):
     num_shared, num_private = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 70))
     num_rows, block_size = data.draw(st.integers(1, 90)), data.draw(st.sampled_from([16, 48, 128]))
     torch.set_num_threads(data.draw(st.integers(1, 3)))
+    num_heads = data.draw(st.sampled_from([2, 8]))
+    soft_cap = data.draw(st.sampled_from([0.0, 0.5, 50.0]))
     case = paged_case(
         [RequestShape(8, 1, 0)] + [RequestShape(num_shared + num_private - 1, 1, 0)] * num_rows,
         data.draw(st.sampled_from(DTYPES)),
-        data.draw(st.sampled_from([2, 8])),
+        num_heads,
         2,
         data.draw(st.sampled_from(HEAD_SIZES)),
         block_size,
         data.draw(st.integers(0, 2**32)),
+        kind=attention_kind(num_heads, soft_cap=soft_cap, sinks=data.draw(st.booleans())),
     )
     slots = np.arange(num_shared)
     block, offset = case.block_table[1:].long()[:, slots // block_size], slots % block_size

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_trie.attention import TreeBatch, TreeRow, build_tree_batch, choose_kernels
+from vllm_trie.attention import (
+    AttentionKind,
+    TreeBatch,
+    TreeRow,
+    build_tree_batch,
+    choose_kernels,
+)
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import NO_NODES
 from vllm_trie.hooks.ledger.record import PREFIX, of_beams
@@ -66,7 +72,7 @@ def forward(
         rows is not None
         and _is_plain(self, layer)
         and choose_kernels().tree_attention(
-            query, kv_cache, attn_metadata.block_table, rows, self.scale, output
+            query, kv_cache, attn_metadata.block_table, rows, self.scale, output, _kind(self)
         )
     ):
         return output
@@ -82,7 +88,12 @@ def _is_plain(attention: CPUAttentionBackendImpl, layer: Any) -> bool:
         and attention.sliding_window == -1
         and not getattr(layer, "attention_chunk_size", None)
         and attention.alibi_slopes is None
-        and attention.sinks is None
-        and not attention.logits_soft_cap
         and attention.attn_type == "decoder"
+    )
+
+
+def _kind(attention: CPUAttentionBackendImpl) -> AttentionKind:
+    sinks = attention.sinks
+    return AttentionKind(
+        soft_cap=attention.logits_soft_cap, sinks=None if sinks is None else sinks.float()
     )
