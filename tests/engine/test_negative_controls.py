@@ -73,9 +73,9 @@ def test_with_blind_nodes(engine, monkeypatch):
 
 
 def test_keys_moved_without_values(engine, monkeypatch):
-    def move_keys(kv_caches, source, target):
+    def move_keys(kv_caches, source, target, isa):
         values = [split_cache(kv_cache)[1].clone() for kv_cache in kv_caches]
-        move_slots_in_layers(kv_caches, source, target)
+        move_slots_in_layers(kv_caches, source, target, isa)
         for kv_cache, before in zip(kv_caches, values, strict=True):
             split_cache(kv_cache)[1].copy_(before)
 

@@ -1,16 +1,21 @@
 """Layouts of vLLM's paged KV cache, and moving slots within them.
 
-CPU (the kernels named ``vec`` and ``vec16``): one block of one KV head holds its keys column by
-column and then its values row by row::
+CPU: a cache is [num_blocks, num_kv_heads, block_size, 2 * head_size]; the first half of a block's
+bytes of one KV head are keys, the second half values. With the kernels named ``vec`` and ``vec16``
+these are columns and rows::
 
-    kv_cache  [num_blocks, num_kv_heads, block_size, 2 * head_size]
-      = keys   [num_blocks, num_kv_heads, head_size, block_size]   first half of the block's bytes
-      + values [num_blocks, num_kv_heads, block_size, head_size]   second half
+    keys    [head_size, block_size]
+    values  [block_size, head_size]
+
+With ``amx``, in bfloat16 and with sizes of a multiple of 32, they are pairs::
+
+    keys    [block_size / 16, head_size / 2, 16 slots, 2 numbers]
+    values  [head_size / 16, block_size / 2, 16 numbers, 2 slots]
 
 GPU (the Triton backend): the same shape, with a slot's key and then its value in the last
 dimension. That one is contiguous; the order of the others in memory is vLLM's choice.
 
-The tests compare the CPU layout with vLLM's own cache update.
+The tests compare the CPU layouts with vLLM's own cache update.
 """
 
 from __future__ import annotations
@@ -19,12 +24,31 @@ from collections.abc import Sequence
 
 import torch
 
-SUPPORTED_ISAS = ("vec", "vec16")
-"""Kernels of vLLM's CPU backend whose cache has the CPU layout."""
+SUPPORTED_ISAS = ("vec", "vec16", "amx")
+"""Kernels of vLLM's CPU backend whose cache has one of the CPU layouts."""
+
+
+def slot_elements(isa: str, block_size: int, head_size: int) -> torch.Tensor:
+    """Return where a slot's key, and behind it its value, lies among the elements of its block.
+
+    Args:
+        isa: One of :data:`SUPPORTED_ISAS`.
+
+    Returns:
+        int64 [block_size, 2 * head_size].
+    """
+    slot, d = torch.arange(block_size)[:, None], torch.arange(head_size)
+    if isa == "amx":
+        key = slot // 16 * 16 * head_size + d // 2 * 32 + slot % 16 * 2 + d % 2
+        value = d // 16 * 16 * block_size + slot // 2 * 32 + d % 16 * 2 + slot % 2
+    else:
+        key = d * block_size + slot
+        value = slot * head_size + d
+    return torch.cat([key, block_size * head_size + value], dim=1)
 
 
 def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the keys and the values of a layer's CPU cache.
+    """Return views of the keys and the values of a layer's CPU cache of ``vec`` or ``vec16``.
 
     Args:
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
@@ -40,7 +64,9 @@ def split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, halves[:, :, block_size:]
 
 
-def move_slots(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+def move_slots(
+    kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor, isa: str = "vec"
+) -> None:
     """Copy the keys and values of slots to other slots of a CPU cache, in place.
 
     All sources are read before the first target is written, so the two sets may overlap.
@@ -49,13 +75,14 @@ def move_slots(kv_cache: torch.Tensor, source: torch.Tensor, target: torch.Tenso
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], changed.
         source: int64 [n], slot = block * block_size + offset.
         target: int64 [n], distinct slots.
+        isa: The kernel whose cache it is.
     """
-    block_size = kv_cache.shape[2]
-    keys, values = split_cache(kv_cache)
-    from_block, from_offset = source // block_size, source % block_size
-    to_block, to_offset = target // block_size, target % block_size
-    keys[to_block, :, :, to_offset] = keys[from_block, :, :, from_offset]
-    values[to_block, :, to_offset] = values[from_block, :, from_offset]
+    block_size, double_head_size = kv_cache.shape[2:]
+    elements = slot_elements(isa, block_size, double_head_size // 2)
+    blocks = kv_cache.flatten(2)
+    of_source = source[:, None] // block_size, slice(None), elements[source % block_size]
+    of_target = target[:, None] // block_size, slice(None), elements[target % block_size]
+    blocks[of_target] = blocks[of_source]
 
 
 def move_rows_in_layers(

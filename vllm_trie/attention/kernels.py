@@ -43,6 +43,7 @@ def tree_attention(
     scale: float,
     output: torch.Tensor,
     kind: AttentionKind = FULL_ATTENTION,
+    isa: str = "vec",
 ) -> None:
     """Compute the attention of query rows that belong to trees; other rows of ``output`` stay.
 
@@ -57,31 +58,36 @@ def tree_attention(
         scale: Positive factor on the scores.
         output: [num_tokens, num_heads, head_size], written.
         kind: Of the layer.
+        isa: vLLM's kernel, which lays out the cache.
 
     Raises:
         ValueError: The shapes, strides or dtypes are none of vLLM's CPU backend.
     """
-    arguments = (query, kv_cache, block_table, trees, scale, output, kind)
+    arguments = (query, kv_cache, block_table, trees, scale, output, kind, isa)
     if not choose_kernels().tree_attention(*arguments):
         raise ValueError(
             f"tree attention got a query of {query.dtype} {list(query.shape)} and a cache of "
-            f"{kv_cache.dtype} {list(kv_cache.shape)}; it takes float32, bfloat16 and float16, the "
-            "same in both, with heads and blocks of a multiple of 16"
+            f"{kv_cache.dtype} {list(kv_cache.shape)} for {isa!r}; it takes float32, bfloat16 and "
+            "float16, the same in both, with heads and blocks of a multiple of 16, or for 'amx' "
+            "bfloat16 and a multiple of 32"
         )
 
 
 def move_slots_in_layers(
-    kv_caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
+    kv_caches: Sequence[torch.Tensor],
+    source: torch.Tensor,
+    target: torch.Tensor,
+    isa: str = "vec",
 ) -> None:
     """Do :func:`vllm_trie.attention.move_slots` in every layer's CPU cache."""
     if not kv_caches or not len(source):
         return
-    if not choose_kernels().move_slots(kv_caches, source, target):
+    if not choose_kernels().move_slots(kv_caches, source, target, isa):
         for kv_cache in kv_caches:
-            move_slots(kv_cache, source, target)
+            move_slots(kv_cache, source, target, isa)
 
 
-def copy_slots(caches: Sequence[torch.Tensor], copies: np.ndarray) -> bool:
+def copy_slots(caches: Sequence[torch.Tensor], copies: np.ndarray, isa: str = "vec") -> bool:
     """Copy slots of blocks to the same slots of other blocks in every layer's CPU cache, in place.
 
     Args:
@@ -89,11 +95,12 @@ def copy_slots(caches: Sequence[torch.Tensor], copies: np.ndarray) -> bool:
             ranges of whole blocks need only its strides.
         copies: int64 [n, 4], source block, target block, first slot and end of the range. No
             target is the source of another copy.
+        isa: vLLM's kernel, which lays out the caches.
 
     Returns:
         False, with nothing done, if the caches are none of vLLM's.
     """
-    return choose_kernels().copy_slots(caches, copies)
+    return choose_kernels().copy_slots(caches, copies, isa)
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.attention.tree_batch import TreeBatch
 from vllm_trie.native import SHARED_HEADERS, NativeLibrary
@@ -17,7 +18,8 @@ from vllm_trie.native import SHARED_HEADERS, NativeLibrary
 _FOLDER = Path(__file__).parent / "cpu"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MULTIPLE = 16
-"""Head sizes and block sizes are multiples of this; those of vLLM's CPU backend all are."""
+"""Head sizes and block sizes are multiples of this; those of vLLM's CPU backend all are, and with
+AMX of twice as many."""
 
 
 LIBRARY = NativeLibrary(
@@ -58,6 +60,7 @@ class NativeKernels:
         scale: float,
         output: torch.Tensor,
         kind: AttentionKind = FULL_ATTENTION,
+        isa: str = "vec",
     ) -> bool:
         """Do what :func:`vllm_trie.attention.tree_attention` does, with the same arguments.
 
@@ -78,8 +81,7 @@ class NativeKernels:
             or kv_cache.dtype != query.dtype
             or output.dtype != query.dtype
             or block_table.dtype != torch.int32
-            or head_size % _MULTIPLE
-            or block_size % _MULTIPLE
+            or not _are_laid_out(kv_cache, isa)
             or double_head_size != 2 * head_size
             or scale <= 0
             or query.stride()[1:] != (head_size, 1)
@@ -101,7 +103,7 @@ class NativeKernels:
             *(rows.ctypes.data, words.ctypes.data),
             *(0 if depths is None else depths.ctypes.data, len(rows)),
             *(output.data_ptr(), output.stride(0)),
-            *(num_heads, num_kv_heads, head_size, block_size, scale),
+            *(num_heads, num_kv_heads, head_size, block_size, isa == "amx", scale),
             *(kind.window, kind.chunk, kind.soft_cap),
             *(0 if of is None else of.data_ptr() for of in (kind.sinks, kind.alibi_slopes)),
             torch.get_num_threads(),
@@ -124,18 +126,22 @@ class NativeKernels:
         return tokens, probabilities
 
     def move_slots(
-        self, caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor
+        self,
+        caches: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        target: torch.Tensor,
+        isa: str = "vec",
     ) -> bool:
         """Do what :func:`vllm_trie.attention.move_slots` does, with the same arguments.
 
         Returns:
             False, with nothing done, if the caches differ or are none of vLLM's.
         """
-        if not _are_alike(caches):
+        if not _are_alike(caches, isa):
             return False
         source, target = source.contiguous(), target.contiguous()
         self._move_slots(
-            *_described(caches),
+            *_described(caches, isa),
             source.data_ptr(),
             target.data_ptr(),
             len(source),
@@ -143,27 +149,41 @@ class NativeKernels:
         )
         return True
 
-    def copy_slots(self, caches: Sequence[torch.Tensor], copies: np.ndarray) -> bool:
+    def copy_slots(
+        self, caches: Sequence[torch.Tensor], copies: np.ndarray, isa: str = "vec"
+    ) -> bool:
         """Do what :func:`vllm_trie.attention.copy_slots` does, with the same arguments.
 
         Returns:
             False, with nothing done, if the caches differ or are none of vLLM's.
         """
-        if not _are_alike(caches):
+        if not _are_alike(caches, isa):
             return False
         copies = np.ascontiguousarray(copies, dtype=np.int64)
         self._copy_slots(
-            *_described(caches), copies.ctypes.data, len(copies), torch.get_num_threads()
+            *_described(caches, isa), copies.ctypes.data, len(copies), torch.get_num_threads()
         )
         return True
 
 
-def _are_alike(caches: Sequence[torch.Tensor]) -> bool:
+def _are_laid_out(cache: torch.Tensor, isa: str) -> bool:
+    """Return whether a layout is that of a cache's dtype, block size and head size."""
+    multiple = 2 * _MULTIPLE if isa == "amx" else _MULTIPLE
+    return (
+        isa in SUPPORTED_ISAS
+        and (isa != "amx" or cache.dtype == torch.bfloat16)
+        and cache.shape[2] % multiple == 0
+        and cache.shape[3] % (2 * multiple) == 0
+    )
+
+
+def _are_alike(caches: Sequence[torch.Tensor], isa: str) -> bool:
     first = caches[0]
     return (
         first.ndim == 4
         and first.device.type == "cpu"
         and first.dtype in _DTYPES
+        and _are_laid_out(first, isa)
         and first.stride()[2:] == (first.shape[3], 1)
         and all(
             cache.shape == first.shape
@@ -174,7 +194,7 @@ def _are_alike(caches: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _described(caches: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def _described(caches: Sequence[torch.Tensor], isa: str) -> tuple[Any, ...]:
     """Return the first arguments of what moves slots."""
     first = caches[0]
     _, num_kv_heads, block_size, double_head_size = first.shape
@@ -183,7 +203,7 @@ def _described(caches: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches]),
         len(caches),
         *(first.stride(0), first.stride(1)),
-        *(num_kv_heads, block_size, double_head_size // 2),
+        *(num_kv_heads, block_size, double_head_size // 2, isa == "amx"),
     )
 
 

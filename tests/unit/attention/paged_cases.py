@@ -18,6 +18,7 @@ from vllm_trie.attention import (
     build_tree_batch,
     split_cache,
 )
+from vllm_trie.attention.cache_layout import slot_elements
 from vllm_trie.tree import TokenTree
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -55,6 +56,17 @@ class PagedCase:
             self.kind,
         )
         return output.numpy()
+
+
+def laid_out(kv_cache: torch.Tensor, isa: str) -> torch.Tensor:
+    """A copy of a cache of `vec` as another of vLLM's kernels lays it out."""
+    _, _, block_size, double_head_size = kv_cache.shape
+    of_vec, of_isa = (
+        slot_elements(name, block_size, double_head_size // 2) for name in ("vec", isa)
+    )
+    result = torch.empty_like(kv_cache)
+    result.flatten(2)[:, :, of_isa] = kv_cache.flatten(2)[:, :, of_vec]
+    return result
 
 
 def attention_kind(

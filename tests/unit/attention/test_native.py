@@ -17,6 +17,7 @@ from tests.unit.attention.paged_cases import (
     PagedCase,
     RequestShape,
     attention_kind,
+    laid_out,
     paged_case,
 )
 from vllm_trie.attention import TreeRow, build_tree_batch, move_slots, split_cache, tree_attention
@@ -55,25 +56,31 @@ def _restore_threads():
     torch.set_num_threads(before)
 
 
-def run(native: NativeKernels, case: PagedCase) -> torch.Tensor:
+def run(native: NativeKernels, case: PagedCase, isa: str = "vec") -> torch.Tensor:
     output = torch.full(case.query.shape, torch.nan, dtype=case.query.dtype)
     assert native.tree_attention(
         case.query,
-        case.kv_cache,
+        laid_out(case.kv_cache, isa),
         case.block_table,
         case.trees,
         case.scale,
         output,
         case.kind,
+        isa,
     )
     return output
 
 
 def check(native: NativeKernels, case: PagedCase) -> None:
-    """Within 1e-6 of the largest value, and the rounding of the output."""
+    """Within 1e-6 of the largest value, and the rounding of the output; the same in pairs."""
     expected = case.expected()
     relative, smallest = OUTPUT_ROUNDING[case.query.dtype]
-    error = np.abs(run(native, case).double().numpy() - expected)
+    output = run(native, case)
+    if case.query.dtype == torch.bfloat16 and not any(
+        size % 32 for size in (case.query.shape[2], case.kv_cache.shape[2])
+    ):
+        assert torch.equal(run(native, case, "amx"), output)
+    error = np.abs(output.double().numpy() - expected)
     allowed = 1e-6 * max(1.0, case.largest_value) + relative * np.abs(expected) + smallest
     assert (error <= allowed).all(), (error / allowed).max()
 
@@ -267,18 +274,21 @@ def test_chain_equals_the_stock_kernel(native, stock_attention, head_size):
     assert difference.mean() <= 1e-7 * case.largest_value
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "isa"), [*((dtype, "vec") for dtype in DTYPES), (torch.bfloat16, "amx")]
+)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_move_slots(native, dtype, num_threads):
+def test_move_slots(native, dtype, isa, num_threads):
     torch.set_num_threads(num_threads)
     generator = torch.Generator().manual_seed(num_threads)
-    caches = [torch.randn(5, 3, 32, 2 * 80, generator=generator).to(dtype) for _ in range(4)]
+    head_size = 96 if isa == "amx" else 80
+    caches = [torch.randn(5, 3, 32, 2 * head_size, generator=generator).to(dtype) for _ in range(4)]
     slots = torch.randperm(5 * 32, generator=generator)
     source, target = slots[:20], slots[10:30]  # they overlap
     expected = [cache.clone() for cache in caches]
     for cache in expected:
-        move_slots(cache, source, target)
-    assert native.move_slots(caches, source, target)
+        move_slots(cache, source, target, isa)
+    assert native.move_slots(caches, source, target, isa)
     for cache, expected_cache in zip(caches, expected, strict=True):
         assert torch.equal(cache, expected_cache)
 
@@ -318,10 +328,13 @@ def test_refuses_what_it_would_get_wrong(native):
     for index, value in wrong.items():
         changed = [*arguments[:index], value, *arguments[index + 1 :]]
         assert not native.tree_attention(*changed), index
+    assert not native.tree_attention(*arguments, case.kind, "amx")  # bfloat16 alone
+    assert not native.tree_attention(*arguments, case.kind, "neon")
     assert (output == 0.0).all()
-    assert not native.move_slots(
-        [case.kv_cache, case.kv_cache[:1]], torch.tensor([0]), torch.tensor([1])
-    )
+    slots = torch.tensor([0]), torch.tensor([1])
+    assert not native.move_slots([case.kv_cache, case.kv_cache[:1]], *slots)
+    assert not native.move_slots([case.kv_cache], *slots, "amx")
+    assert not native.move_slots([case.kv_cache.bfloat16()[:, :, :16]], *slots, "amx")
 
 
 @settings(max_examples=25, **SOME_FIXTURES)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.attention.paged_cases import laid_out
 from vllm_trie.attention import copy_slots, split_cache
 
 NUM_BLOCKS = 9
@@ -40,15 +41,19 @@ def copies(draw: st.DrawFn, block_size: int) -> np.ndarray:
 def test_the_kernel_does_what_its_twin_does(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     block_size = data.draw(st.sampled_from([16, 32, 128]))
-    shape = (NUM_BLOCKS, data.draw(st.integers(1, 3)), block_size, 2 * 16)
+    in_pairs = dtype == torch.bfloat16 and block_size > 16
+    isa = data.draw(st.sampled_from(["vec", "amx"])) if in_pairs else "vec"
+    head_size = 32 if isa == "amx" else 16
+    shape = (NUM_BLOCKS, data.draw(st.integers(1, 3)), block_size, 2 * head_size)
     generator = torch.Generator().manual_seed(1)
     caches = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
     expected = [cache.clone() for cache in caches]
     asked = data.draw(copies(block_size))
     copy_with_torch(expected, asked)
-    assert copy_slots(caches, asked)
+    caches = [laid_out(cache, isa) for cache in caches]
+    assert copy_slots(caches, asked, isa)
     for cache, expected_cache in zip(caches, expected, strict=True):
-        assert torch.equal(cache, expected_cache)
+        assert torch.equal(cache, laid_out(expected_cache, isa))
 
 
 @pytest.mark.parametrize(

@@ -25,18 +25,18 @@ def refuse(*arguments: Any) -> None:
     raise AssertionError("vLLM's own copy was called")
 
 
-@pytest.mark.parametrize("has_slots", [True, False])
-def test_ranges_where_the_place_of_slots_is_known(has_slots, monkeypatch):
+@pytest.mark.parametrize("isa", ["vec", ""])
+def test_ranges_where_the_place_of_slots_is_known(isa, monkeypatch):
     """Elsewhere whole blocks."""
-    monkeypatch.setattr(block_copies, "_has_slots", lambda *arguments: has_slots)
+    monkeypatch.setattr(block_copies, "_isa_of_slots", lambda *arguments: isa)
     copied, before = caches(torch.float32), caches(torch.float32)
     ranged = RangedCopies(COPIES, [(3, 5), None])
     block_copies.copy_kv_cache_blocks_inplace(refuse, copied, 6, ranged)
     for cache, old in zip(copied, before, strict=True):
         assert torch.equal(cache[5], old[2])
-        assert torch.equal(cache[4], old[1]) != has_slots
+        assert torch.equal(cache[4], old[1]) != bool(isa)
         # Each of 16 values of 2 slots in 2 heads, twice: keys and values.
-        assert int((cache[4] != old[4]).sum()) == (2 * 2 * 16 * 2 if has_slots else 2 * 32 * 32)
+        assert int((cache[4] != old[4]).sum()) == (2 * 2 * 16 * 2 if isa else 2 * 32 * 32)
 
 
 def test_vllm_copies_what_the_kernel_cannot(monkeypatch):

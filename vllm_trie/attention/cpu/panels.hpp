@@ -1,15 +1,11 @@
 // A chunk of the paged KV cache as a factor of products: copied into one strip after another, which
 // stays in the first-level cache while all rows are multiplied with it.
-//
-// The cache of one layer, vLLM's `vec` and `vec16` layouts, per block and KV head:
-//
-//     keys    [head_size, block_size]   column by column
-//     values  [block_size, head_size]   row by row, right behind the keys
 #pragma once
 
 #include <type_traits>
 #include <vector>
 
+#include "layouts.hpp"
 #include "products.hpp"
 
 namespace vllm_trie {
@@ -18,33 +14,30 @@ namespace vllm_trie {
 constexpr int kChunk = 128;
 constexpr int kMaxRows = 256;
 
-// Slots whose keys (and values) lie at fixed distances: a block holds a multiple of them.
-constexpr int kSegment = 16;
-
 // One request's blocks of one KV head.
-template <typename T>
+template <typename Layout>
 struct PagedHead {
-  const T* cache;  // of this head in block 0
+  const typename Layout::Element* cache;  // of this head in block 0
   int64_t block_stride;
   const int32_t* block_table;
-  int block_size, head_size;  // multiples of kSegment
+  Layout layout;
 };
 
 // Where a chunk's keys and values lie.
-template <typename T>
+template <typename Layout>
 struct Chunk {
+  using T = typename Layout::Element;
   int count = 0;  // of slots
-  int block_size, head_size;
-  const T* keys[kChunk / kSegment];
-  const T* values[kChunk / kSegment];
+  Layout layout;
+  const T* keys_of[kChunk / kSegment];  // of each segment
+  const T* values_of[kChunk / kSegment];
 
-  Chunk(const PagedHead<T>& head, int64_t first, int64_t end)
-      : block_size(head.block_size), head_size(head.head_size) {
+  Chunk(const PagedHead<Layout>& head, int64_t first, int64_t end) : layout(head.layout) {
     for (int segment = 0; first < end && segment < kChunk / kSegment; ++segment) {
-      const T* block = head.cache + head.block_table[first / block_size] * head.block_stride;
-      const int64_t offset = first % block_size;
-      keys[segment] = block + offset;
-      values[segment] = block + (block_size + offset) * head_size;
+      const T* block = head.cache + head.block_table[first / layout.block_size] * head.block_stride;
+      const int64_t offset = first % layout.block_size;
+      keys_of[segment] = block + layout.key(offset, 0);
+      values_of[segment] = block + layout.block_size * layout.head_size + layout.value(offset, 0);
       const int64_t size = end - first < kSegment ? end - first : kSegment;
       count += static_cast<int>(size);
       first += kSegment;
@@ -54,61 +47,82 @@ struct Chunk {
 
 // Asks for a chunk's cache lines in equal shares, one at each call: while one chunk is multiplied,
 // the next one arrives.
-template <typename T>
+template <typename Layout>
 class Prefetcher {
  public:
-  Prefetcher(const Chunk<T>& chunk, int num_calls) : chunk_(chunk), num_calls_(num_calls) {}
+  Prefetcher(const Chunk<Layout>& chunk, int num_calls) : chunk_(chunk), num_calls_(num_calls) {}
 
+  // No part is a function of its own: one that does nothing but ask counts as doing nothing.
   void operator()() {
-    constexpr int kLine = 64 / sizeof(T);
-    const int rows = chunk_.count ? chunk_.head_size : 0;
-    const int64_t block_size = chunk_.block_size, head_size = chunk_.head_size;
+    constexpr int kLine = 64 / sizeof(typename Layout::Element);
+    const Layout layout = chunk_.layout;
+    const int head_size = static_cast<int>(layout.head_size), count = chunk_.count;
+    const int rows = count ? head_size : 0;
     const int next = call_ < num_calls_ ? call_ + 1 : call_;
-    for (int d = rows * call_ / num_calls_; d < rows * next / num_calls_; ++d) {
-      for (int slot = 0; slot < chunk_.count; slot += kLine) {
-        __builtin_prefetch(chunk_.keys[slot / kSegment] + slot % kSegment + d * block_size, 0, 2);
+    if constexpr (std::is_same_v<Layout, Pairs>) {
+      // A segment's keys have a line for two numbers, and its values for two slots and 16 numbers.
+      for (int d = rows / 2 * call_ / num_calls_; d < rows / 2 * next / num_calls_; ++d) {
+        for (int slot = 0; slot < count; slot += kSegment) {
+          const int segment = slot / kSegment;
+          __builtin_prefetch(chunk_.keys_of[segment] + layout.key(0, 2 * d), 0, 2);
+          __builtin_prefetch(chunk_.values_of[segment] + layout.value(d % 8 * 2, d / 8 * 16), 0, 2);
+        }
       }
-    }
-    for (int slot = chunk_.count * call_ / num_calls_; slot < chunk_.count * next / num_calls_;
-         ++slot) {
-      const T* from = chunk_.values[slot / kSegment] + slot % kSegment * head_size;
-      for (int d = 0; d < head_size; d += kLine) __builtin_prefetch(from + d, 0, 2);
+    } else {
+      for (int d = rows * call_ / num_calls_; d < rows * next / num_calls_; ++d) {
+        for (int slot = 0; slot < count; slot += kLine) {
+          const auto* from = chunk_.keys_of[slot / kSegment];
+          __builtin_prefetch(from + layout.key(slot % kSegment, d), 0, 2);
+        }
+      }
+      for (int slot = count * call_ / num_calls_; slot < count * next / num_calls_; ++slot) {
+        const auto* from = chunk_.values_of[slot / kSegment] + layout.value(slot % kSegment, 0);
+        for (int d = 0; d < head_size; d += kLine) __builtin_prefetch(from + d, 0, 2);
+      }
     }
     call_ = next;
   }
 
  private:
-  const Chunk<T>& chunk_;
+  const Chunk<Layout>& chunk_;
   int num_calls_;
   int call_ = 0;
 };
 
 // Keys of the slots [first, first + kStrip) of a chunk -> strip [head_size, kStrip]. Up to
 // kLanes - 1 slots behind the last one are copied too, whatever they hold; their scores are masked.
-template <typename T>
-void pack_keys(const Chunk<T>& chunk, int first, float* strip) {
+template <typename Layout>
+void pack_keys(const Chunk<Layout>& chunk, int first, float* strip) {
   const int end = first + kStrip < chunk.count ? first + kStrip : chunk.count;
   for (int slot = first; slot < end; slot += kLanes, strip += kLanes) {
-    const T* from = chunk.keys[slot / kSegment] + slot % kSegment;
-    for (int d = 0; d < chunk.head_size; ++d, from += chunk.block_size) {
-      store(strip + d * kStrip, load_floats(from));
+    const auto* from = chunk.keys_of[slot / kSegment];
+    for (int64_t d = 0; d < chunk.layout.head_size; ++d) {
+      store(strip + d * kStrip, chunk.layout.keys(from, slot % kSegment, d));
     }
   }
 }
 
 #if defined(VLLM_TRIE_BF16_PRODUCTS)
+// Two numbers of the keys of 16 slots, interleaved.
+inline __m512i key_pairs(const Columns<BFloat16>& layout, const BFloat16* from, int64_t d) {
+  const auto half = [&](int64_t d) {
+    const void* numbers = from + layout.key(0, d);
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(numbers)));
+  };
+  return _mm512_or_si512(half(d), _mm512_slli_epi32(half(d + 1), 16));
+}
+inline __m512i key_pairs(const Pairs& layout, const BFloat16* from, int64_t d) {
+  return _mm512_loadu_si512(from + layout.key(0, d));
+}
+
 // The same without conversion: strip [head_size / 2, kStrip, 2], two rows interleaved.
-inline void pack_keys(const Chunk<BFloat16>& chunk, int first, BFloat16* strip) {
+template <typename Layout>
+void pack_keys(const Chunk<Layout>& chunk, int first, BFloat16* strip) {
   const int end = first + kStrip < chunk.count ? first + kStrip : chunk.count;
   for (int slot = first; slot < end; slot += kLanes, strip += 2 * kLanes) {
-    const BFloat16* from = chunk.keys[slot / kSegment];
-    for (int d = 0; d < chunk.head_size; d += 2, from += 2 * chunk.block_size) {
-      const __m256i even = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-      const __m256i odd =
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + chunk.block_size));
-      const __m512i pairs = _mm512_or_si512(_mm512_cvtepu16_epi32(even),
-                                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
-      _mm512_storeu_si512(strip + d * kStrip, pairs);
+    const BFloat16* from = chunk.keys_of[slot / kSegment];
+    for (int64_t d = 0; d < chunk.layout.head_size; d += 2) {
+      _mm512_storeu_si512(strip + d * kStrip, key_pairs(chunk.layout, from, d));
     }
   }
 }
@@ -116,14 +130,13 @@ inline void pack_keys(const Chunk<BFloat16>& chunk, int first, BFloat16* strip) 
 
 // Columns [first, first + kStrip) of a chunk's values -> strip [kChunk, kStrip]. Nothing behind the
 // last slot is read: what lies there may be NaN, and a weight of zero would not undo it.
-template <typename T>
-void pack_values(const Chunk<T>& chunk, int first, float* strip) {
-  const bool whole = chunk.head_size - first > kLanes;
+template <typename Layout>
+void pack_values(const Chunk<Layout>& chunk, int first, float* strip) {
+  const bool whole = chunk.layout.head_size - first > kLanes;
   for (int slot = 0; slot < chunk.count; ++slot, strip += kStrip) {
-    const T* from = chunk.values[slot / kSegment] +
-                    static_cast<int64_t>(slot % kSegment) * chunk.head_size + first;
-    store(strip, load_floats(from));
-    if (whole) store(strip + kLanes, load_floats(from + kLanes));
+    const auto* from = chunk.values_of[slot / kSegment];
+    store(strip, chunk.layout.values(from, slot % kSegment, first));
+    if (whole) store(strip + kLanes, chunk.layout.values(from, slot % kSegment, first + kLanes));
   }
 }
 
@@ -144,25 +157,27 @@ void multiply_key_strip(int rows, int columns, int head_size, const Product* que
 }
 
 // scores[rows, count] = query[rows, head_size] * keys; `strip` is scratch memory.
-template <typename T, typename Product>
-void multiply_keys(const Chunk<T>& chunk, int rows, const Product* query, Product* strip,
-                   float* scores, Prefetcher<T>& prefetch) {
+template <typename Layout, typename Product>
+void multiply_keys(const Chunk<Layout>& chunk, int rows, const Product* query, Product* strip,
+                   float* scores, Prefetcher<Layout>& prefetch) {
+  const int head_size = static_cast<int>(chunk.layout.head_size);
   for (int first = 0; first < chunk.count; first += kStrip) {
     pack_keys(chunk, first, strip);
-    multiply_key_strip(rows, chunk.count - first, chunk.head_size, query, strip, scores + first,
+    multiply_key_strip(rows, chunk.count - first, head_size, query, strip, scores + first,
                        prefetch);
   }
 }
 
 // sums[rows, head_size] = weights[rows, count] * values + sums * factors; `strip` is scratch.
 // factors: one per row, or null to overwrite the sums.
-template <typename T>
-void multiply_values(const Chunk<T>& chunk, int rows, const float* weights, float* strip,
-                     const float* factors, float* sums, Prefetcher<T>& prefetch) {
-  for (int first = 0; first < chunk.head_size; first += kStrip) {
+template <typename Layout>
+void multiply_values(const Chunk<Layout>& chunk, int rows, const float* weights, float* strip,
+                     const float* factors, float* sums, Prefetcher<Layout>& prefetch) {
+  const int head_size = static_cast<int>(chunk.layout.head_size);
+  for (int first = 0; first < head_size; first += kStrip) {
     pack_values(chunk, first, strip);
-    multiply_strip(rows, chunk.head_size - first, chunk.count, weights, kChunk, strip,
-                   factors, sums + first, chunk.head_size, prefetch);
+    multiply_strip(rows, head_size - first, chunk.count, weights, kChunk, strip, factors,
+                   sums + first, head_size, prefetch);
   }
 }
 

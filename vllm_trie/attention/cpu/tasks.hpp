@@ -29,6 +29,7 @@ struct Arguments {
   void* output;
   int64_t output_stride;
   int num_heads, num_kv_heads, head_size, block_size;
+  int in_pairs;  // the cache; its dtype is bfloat16 then, and its sizes are multiples of 32
   float scale;
   int64_t window, chunk;  // as kind.AttentionKind
   float soft_cap;

@@ -59,9 +59,10 @@ struct Partial {
   }
 };
 
-template <typename T>
+template <typename Layout>
 class Attention {
  public:
+  using T = typename Layout::Element;
   using Product = RowOf<T>;
 
   explicit Attention(const Arguments& arguments)
@@ -131,18 +132,18 @@ class Attention {
       sums.maximum[row] = has_sinks ? of_head(arguments_.sinks, unit, row) : kMinusInfinity;
       sums.total[row] = has_sinks ? 1.0f : 0.0f;
     }
-    const PagedHead<T> head{
+    const PagedHead<Layout> head{
         static_cast<const T*>(arguments_.cache) + unit.kv_head * arguments_.head_stride,
         arguments_.block_stride,
         arguments_.block_table + unit.row->batch_index * arguments_.block_table_stride,
-        arguments_.block_size, head_size};
+        layout()};
     const int strips = kChunk / kStrip + (head_size + kStrip - 1) / kStrip;
-    Chunk<T> chunk(head, unit.first_slot + first * kChunk, unit.end_slot);
+    Chunk<Layout> chunk(head, unit.first_slot + first * kChunk, unit.end_slot);
     float positions[kChunk];
     for (int64_t index = first; index < last; ++index) {
       const int64_t slot = unit.first_slot + index * kChunk;
-      const Chunk<T> next(head, slot + kChunk, index + 1 < last ? unit.end_slot : 0);
-      Prefetcher<T> prefetch(next, count_tiles(rows) * strips);
+      const Chunk<Layout> next(head, slot + kChunk, index + 1 < last ? unit.end_slot : 0);
+      Prefetcher<Layout> prefetch(next, count_tiles(rows) * strips);
       multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores,
                     prefetch);
       if (arguments_.soft_cap) {
@@ -168,9 +169,12 @@ class Attention {
     if (!partial) write(unit, sums);
   }
 
+  Layout layout() const { return {arguments_.block_size, arguments_.head_size}; }
+
   // The slots behind those that queries share: each query's own, of its own request. A cache line
-  // holds one of a key's numbers for kLanes slots, so slots in front and behind cost nothing.
+  // holds a key's numbers for kLanes slots, so slots in front and behind cost nothing.
   void attend_own_slots(const Unit& unit, float* scores, const Partial& sums) {
+    const Layout layout = this->layout();
     const int head_size = arguments_.head_size, block_size = arguments_.block_size;
     const T* cache =
         static_cast<const T*>(arguments_.cache) + unit.kv_head * arguments_.head_stride;
@@ -185,12 +189,12 @@ class Attention {
                               (unit.row->batch_index + place) * arguments_.block_table_stride;
       float* weighted = sums.weighted + static_cast<int64_t>(row) * head_size;
       for (int64_t slot = begin / kLanes * kLanes; slot < end; slot += kLanes) {
-        const T* block = cache + blocks[slot / block_size] * arguments_.block_stride;
-        const T* keys = block + slot % block_size;
-        const T* values = block + (block_size + slot % block_size) * head_size;
+        const T* keys = cache + blocks[slot / block_size] * arguments_.block_stride;
+        const T* values = keys + static_cast<int64_t>(block_size) * head_size;
+        const int64_t offset = slot % block_size;
         Floats products = {};
         for (int d = 0; d < head_size; ++d) {
-          products += broadcast(to_float(query[d])) * load_floats(keys + d * block_size);
+          products += broadcast(to_float(query[d])) * layout.keys(keys, offset, d);
         }
         const int first = static_cast<int>(std::max<int64_t>(0, begin - slot));
         const int count = static_cast<int>(std::min<int64_t>(kLanes, end - slot));
@@ -203,7 +207,7 @@ class Attention {
         for (int d = 0; d < head_size; d += kLanes) {
           Floats sum = load(weighted + d) * factor;
           for (int i = first; i < count; ++i) {
-            sum += broadcast(scores[i]) * load_floats(values + i * head_size + d);
+            sum += broadcast(scores[i]) * layout.values(values, offset + i, d);
           }
           store(weighted + d, sum);
         }
@@ -390,7 +394,12 @@ extern "C" int vllm_trie_tree_attention(const vllm_trie::Arguments* packed) {
       !(arguments.scale > 0.0f)) {
     return 1;
   }
-  with_dtype(arguments.dtype, [&](auto type) { Attention<decltype(type)>(arguments).run(); });
+  if (arguments.in_pairs) {
+    Attention<Pairs>(arguments).run();
+  } else {
+    with_dtype(arguments.dtype,
+               [&](auto type) { Attention<Columns<decltype(type)>>(arguments).run(); });
+  }
   return 0;
 }
 

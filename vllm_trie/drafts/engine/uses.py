@@ -131,8 +131,8 @@ _other("config.speculative:SpeculativeConfig.num_speculative_tokens_per_batch_si
     "keeps the scheduler from padding requests with one token left to a full draft",
     until="vLLM pads such requests only where they fit a step")
 _other("v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers", "called",
-    "the vector kernel in place of AMX, whose cache layout the plugin does not read", "layer_names",
-    until="tree attention reads the AMX layout", platform="cpu")
+    "the vector kernel in place of AMX, if the plugin cannot read its cache layout", "layer_names",
+    until="vLLM says how its kernels lay out the cache", platform="cpu")
 _other("v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN.clear_override", "called",
     "an earlier engine in the same process may have left tree attention in place", "",
     until=TREE_MASKS, platform="cpu")

@@ -144,7 +144,7 @@ PLATFORM_LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "CPUs other than x86",
         lambda c: _other_cpu(),
         "CPU architecture {found} is not supported: tree attention reads the cache layouts "
-        f"{' and '.join(SUPPORTED_ISAS)} of x86 CPUs"),
+        f"{', '.join(SUPPORTED_ISAS)} of x86 CPUs"),
 )
 """Rows that no setting changes; their `find` does not look at the configuration."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -22,26 +23,35 @@ from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.plain_requests import PlainRequests, plain_requests
 from vllm_trie.drafts.engine.attention.tree_attention import TREE_ATTRIBUTE, TreeAttention
 from vllm_trie.hooks.ledger.record import TREE_MASKS, Symbols
+from vllm_trie.hooks.start.cpu_cache import is_readable
+
+logger = logging.getLogger(__name__)
 
 _PLAIN_ATTRIBUTE = "vllm_trie_plain_requests"
 """Attribute of the attention metadata that keeps its :class:`PlainRequests` for later layers."""
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Builds the stock metadata for a kernel whose cache layout tree attention reads."""
+    """Builds the stock metadata for a kernel whose cache layout tree attention reads.
+
+    If that of AMX is another in this release, the vector kernel takes the same shapes.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if config.read(self.vllm_config) is None:
             return
-        if self.isa == "amx":
-            # Another cache layout; the vector kernel takes the same shapes.
+        if self.isa == "amx" and not is_readable(self.isa):
+            logger.warning(
+                "vLLM packs keys and values for AMX otherwise than tree attention reads them: "
+                "its slower vector kernel serves all requests"
+            )
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
-        if self.isa not in SUPPORTED_ISAS:
+        if not is_readable(self.isa):
             raise ValueError(
                 f"vLLM chose the CPU attention kernel {self.isa!r}, whose cache layout tree "
-                f"attention does not read; it reads {' and '.join(SUPPORTED_ISAS)}. Run without "
+                f"attention does not read; it reads {', '.join(SUPPORTED_ISAS)}. Run without "
                 "vllm-trie's speculative methods on this CPU"
             )
 
@@ -103,7 +113,7 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
             slopes,
         )
         block_table = attn_metadata.block_table
-        tree_attention(query, kv_cache, block_table, trees, self.scale, output, kind)
+        tree_attention(query, kv_cache, block_table, trees, self.scale, output, kind, layer.isa)
         return output
 
     def _plain_requests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,11 +28,22 @@ class CacheGroup(NamedTuple):
     caches: tuple[torch.Tensor, ...]
     """The group's cache tensors, each once."""
     move: MoveSlots | None = None
-    """Moves slots in their layout; ``None`` for the layout of vLLM's CPU backend."""
+    """Moves slots in their layout; ``None`` for those of vLLM's CPU backend."""
+    isa: str = "vec"
+    """The kernel of that backend."""
+
+    def move_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots to others in all caches, in place."""
+        if self.move is None:
+            move_slots_in_layers(self.caches, source, target, self.isa)
+        else:
+            self.move(self.caches, source, target)
 
 
 def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list[CacheGroup]:
     """Return the cache tensors of every group; layers that share another's cache add nothing.
+
+    A group whose layers have several kernels is returned once for each of them.
 
     Args:
         kv_cache_config: Of the engine. Groups may share their tensors, in blocks of their own.
@@ -42,8 +54,12 @@ def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list
         group_layers = [layers[name] for name in group.layer_names if name in layers]
         if group_layers:
             move = getattr(getattr(group_layers[0], "impl", None), "move_slots", None)
-            caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in group_layers}
-            groups.append(CacheGroup(index, tuple(caches.values()), move))
+            by_isa: defaultdict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+            for layer in group_layers:
+                isa = getattr(layer, "isa", "vec")
+                by_isa[isa][layer.kv_cache.data_ptr()] = layer.kv_cache
+            for isa, caches in by_isa.items():
+                groups.append(CacheGroup(index, tuple(caches.values()), move, isa))
     return groups
 
 
@@ -88,7 +104,7 @@ def compact(
     pairs = to_device(moves, slot_mappings[groups[0].group_id].device)
     for group in groups:
         slots = slot_mappings[group.group_id][pairs].long()
-        (group.move or move_slots_in_layers)(group.caches, slots[0], slots[1])
+        group.move_slots(slots[0], slots[1])
 
 
 def compact_on_device(
@@ -108,4 +124,4 @@ def compact_on_device(
     """
     for group in groups:
         slots = slot_mappings[group.group_id][tokens].long()
-        (group.move or move_slots_in_layers)(group.caches, slots[rows], slots)
+        group.move_slots(slots[rows], slots)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import copy_slots
-from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.hooks.ledger.record import of_beams
+from vllm_trie.hooks.start.cpu_cache import is_readable
 
 
 @of_beams("v1.worker.gpu_model_runner:").wraps(
@@ -30,26 +30,28 @@ def copy_kv_cache_blocks_inplace(
         kv_cache_block_copies
         and caches
         and caches[0].shape[0] == num_blocks
-        and copy_slots(caches, _slots_to_copy(caches[0], kv_cache_block_copies))
+        and _copy(caches, kv_cache_block_copies)
     ):
         original(caches, num_blocks, kv_cache_block_copies)
 
 
-def _slots_to_copy(cache: torch.Tensor, copies: list[Any]) -> np.ndarray:
-    """Return the copies as :func:`copy_slots` takes them."""
-    block_size = cache.shape[2]
+def _copy(caches: list[torch.Tensor], copies: list[Any]) -> bool:
+    """Copy what :func:`copy_slots` can; whole blocks where it is unknown how slots lie."""
+    block_size, double_head_size = caches[0].shape[2:]
+    isa = _isa_of_slots(caches[0].dtype, block_size, double_head_size // 2)
     result = np.empty((len(copies), 4), dtype=np.int64)
     result[:, :2] = copies
     result[:, 2:] = 0, block_size
     ranges = getattr(copies, "ranges", None)
-    if ranges is not None and _has_slots(cache.dtype, block_size, cache.shape[3] // 2):
+    if ranges is not None and isa:
         result[:, 2:] = [each or (0, block_size) for each in ranges]
-    return result
+    return copy_slots(caches, result, isa or "vec")
 
 
 @functools.cache
-def _has_slots(dtype: torch.dtype, block_size: int, head_size: int) -> bool:
-    """Return whether slots lie in vLLM's CPU cache as this package knows them."""
+def _isa_of_slots(dtype: torch.dtype, block_size: int, head_size: int) -> str:
+    """Return vLLM's kernel, or an empty string if this package does not know its cache layout."""
     from vllm.v1.attention.backends import cpu_attn
 
-    return cpu_attn._get_attn_isa(dtype, block_size, head_size) in SUPPORTED_ISAS
+    isa = cpu_attn._get_attn_isa(dtype, block_size, head_size)
+    return isa if is_readable(isa) else ""

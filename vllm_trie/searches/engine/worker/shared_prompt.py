@@ -19,9 +19,9 @@ from vllm_trie.attention import (
     build_tree_batch,
     choose_kernels,
 )
-from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.tree_batch import NO_NODES
 from vllm_trie.hooks.ledger.record import PREFIX, of_beams
+from vllm_trie.hooks.start.cpu_cache import is_readable
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -72,7 +72,8 @@ def forward(
         rows is not None
         and _is_plain(self, layer)
         and choose_kernels().tree_attention(
-            query, kv_cache, attn_metadata.block_table, rows, self.scale, output, _kind(self)
+            *(query, kv_cache, attn_metadata.block_table, rows, self.scale, output),
+            *(_kind(self), layer.isa),
         )
     ):
         return output
@@ -84,7 +85,7 @@ def forward(
 def _is_plain(attention: CPUAttentionBackendImpl, layer: Any) -> bool:
     """Return whether a layer has nothing that the kernel lacks."""
     return (
-        layer.isa in SUPPORTED_ISAS
+        is_readable(layer.isa)
         and attention.sliding_window == -1
         and not getattr(layer, "attention_chunk_size", None)
         and attention.alibi_slopes is None
