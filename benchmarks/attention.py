@@ -74,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="caches that a run passes over")
     parser.add_argument("--window", type=int, default=0, help="on CPUs; 0 is full attention")
     parser.add_argument("--soft-cap", type=float, default=0.0, help="on CPUs; 0 is none")
+    parser.add_argument("--isa", help="vLLM's CPU kernel and its cache: vec, vec16 or amx")
     parser.add_argument("--threads", type=int, help="threads of torch and the kernels")
     return parser.parse_args()
 
@@ -102,7 +103,7 @@ def stock_run(
         query_start_loc=starts,
         causal=True,
         sliding_window_size=options.window or -1,
-        isa=stock_isa(options),
+        isa=isa_of(options, query.dtype),
         enable_kv_split=True,
     )
     halves = [halves_of(cache) for cache in caches]
@@ -137,8 +138,12 @@ def halves_of(cache: torch.Tensor) -> Any:
     return view.chunk(2, dim=2)
 
 
-def stock_isa(options: argparse.Namespace) -> str:
-    return "vec" if options.head_size % 32 == 0 else "vec16"
+def isa_of(options: argparse.Namespace, dtype: torch.dtype) -> str:
+    """Return the one given, or vLLM's choice."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    chosen: str = options.isa or _get_attn_isa(dtype, BLOCK_SIZE, options.head_size)
+    return chosen
 
 
 def random_trees(nodes: int, context: int) -> TreeBatch:
@@ -168,7 +173,7 @@ def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
         output = torch.empty_like(query)
         scale = options.head_size**-0.5
         kind = AttentionKind(options.window, soft_cap=options.soft_cap)
-        tree = (table, random_trees(nodes, context), scale, output, kind)
+        tree = (table, random_trees(nodes, context), scale, output, kind, isa_of(options, dtype))
         runs = {"stock": stock_run(options, query, caches, table, seq_len, scale)}
         if "native" in options.kernels:
             runs["native"] = partial(pass_over, native.tree_attention, query, caches, tree)
@@ -201,11 +206,11 @@ def compaction_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
                 values[block, :, offset],
                 *halves_of(cache),
                 target,
-                stock_isa(options),
+                isa_of(options, dtype),
             )
 
     runs = {
-        "compaction": lambda: move_slots_in_layers(caches, source, target),
+        "compaction": lambda: move_slots_in_layers(caches, source, target, isa_of(options, dtype)),
         "stock compaction": write_again,
     }
     interleave(runs, 1)
