@@ -21,7 +21,7 @@ OPTION_CLASSES = {
     "MedusaOptions": "vllm_trie.extras.heads.options",
     "LookaheadOptions": "vllm_trie.extras.lookahead.options",
     "TrieUnionOptions": "vllm_trie.extras.union.options",
-    "NeuralOptions": "vllm_trie.extras.union.neural.options",
+    "NeuralOptions": "vllm_trie.extras.union.options",
     "BeamOptions": "vllm_trie.searches.settings",
     "ItemOptions": "vllm_trie.extras.items.options",
 }

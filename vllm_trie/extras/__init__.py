@@ -138,7 +138,7 @@ EXTRAS: Mapping[str, Extra] = {
     "lookahead": Extra(methods={"lookahead_trie": "drafter:LookaheadDrafter"}),
     "union": Extra(
         methods={"trie_union": "drafter:TrieUnionDrafter"},
-        hooks={("speculation", "any"): "neural.checks"},
+        hooks={("speculation", "any"): "checks"},
     ),
 }
 """The extras, in the order in which the core asks them."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from vllm_trie.drafts.engine.config import EngineOptions
-from vllm_trie.extras.union.neural import checks
-from vllm_trie.extras.union.neural.options import NeuralOptions
+from vllm_trie.extras.union import checks
+from vllm_trie.extras.union.options import NeuralOptions
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
 

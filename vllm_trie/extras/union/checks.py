@@ -65,9 +65,9 @@ def check_trained_drafter(
         "MTP with several modules is not supported; use vLLM's own method 'mtp'": (
             speculative.use_multi_module_mtp()
         ),
-        f"vLLM takes the checkpoint {model!r} for method {speculative.method!r}; write 'method': "
-        f"{speculative.method!r} if it is allowed, or rename the folder, whose name vLLM goes "
-        "by": is_other,
+        f"vLLM takes the checkpoint {model!r} for method {speculative.method!r}; write "
+        f"'method': {speculative.method!r} if it is allowed, or rename the folder, whose name vLLM "
+        "goes by": is_other,
         "the MTP layers of this model share the model's KV cache, which the plugin does not "
         "handle; use vLLM's own method 'mtp' without trie_union": not is_other
         and (speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp()),

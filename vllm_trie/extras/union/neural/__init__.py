@@ -1,1 +1,0 @@
-"""A trained drafter of vLLM's own as a source of heads."""
