@@ -21,6 +21,8 @@ WORKER_IN_ENGINE = ("--distributed-executor-backend", "uni")
 """With `IN_ENGINE`: the worker runs in the engine's process."""
 IN_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Without this, vLLM's CPU platform overrules the option; servers have an engine process anyway."""
+NOT_COMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+"""vLLM compiles the ranks of logprobs at the first request for some, also if it is to be eager."""
 
 
 class Server:
@@ -94,6 +96,7 @@ def start(
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         **({} if worker_process else IN_ENGINE),
+        **({} if spawns else NOT_COMPILED),
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_LOG_STATS_INTERVAL": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS holds, as in all tests
