@@ -4,7 +4,7 @@ One engine decodes the shipped model greedily with the EAGLE head that ships, on
 in Triton's interpreter; methods take turns in it. The prompts are those of `benchmarks/medusa.py`.
 Prints tokens per step of a request, by nodes.
 
-    PYTHONPATH=. python benchmarks/trained_drafters.py [PROMPTS [HEADS]]
+    python -m tests.engine.v2_trained [PROMPTS [HEADS]]
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 # isort: split
 
-from support.prompts import code_prompts
 from vllm import SamplingParams
 
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.v2_run import engine
+from tests.processes import ROOT
 from vllm_trie.drafts import DraftRequest, get_drafter_class, parse_options
 from vllm_trie.lab.tiny_model import eagle_path, model_path
 from vllm_trie.tree import TokenTree
@@ -63,6 +63,9 @@ def put_in(llm: Any, method: str, nodes: int, entry: dict[str, Any], heads: Any)
 
 
 def main() -> None:
+    sys.path.append(str(ROOT / "benchmarks"))
+    from support.prompts import code_prompts
+
     count, num_heads = (*map(int, sys.argv[1:]), *(12, 4)[len(sys.argv) - 1 :])
     v2_on_cpu.use_v2(True)
     prompts = [
