@@ -28,16 +28,20 @@ SUPPORTED_ISAS = ("vec", "vec16", "amx")
 """Kernels of vLLM's CPU backend whose cache has one of the CPU layouts."""
 
 
-def slot_elements(isa: str, block_size: int, head_size: int) -> torch.Tensor:
+def slot_elements(
+    isa: str, block_size: int, head_size: int, device: torch.device | None = None
+) -> torch.Tensor:
     """Return where a slot's key, and behind it its value, lies among the elements of its block.
 
     Args:
         isa: One of :data:`SUPPORTED_ISAS`.
+        device: Of the result; the host if it is None.
 
     Returns:
         int64 [block_size, 2 * head_size].
     """
-    slot, d = torch.arange(block_size)[:, None], torch.arange(head_size)
+    slot = torch.arange(block_size, device=device)[:, None]
+    d = torch.arange(head_size, device=device)
     if isa == "amx":
         key = slot // 16 * 16 * head_size + d // 2 * 32 + slot % 16 * 2 + d % 2
         value = d // 16 * 16 * block_size + slot // 2 * 32 + d % 16 * 2 + slot % 2
@@ -78,7 +82,7 @@ def move_slots(
         isa: The kernel whose cache it is.
     """
     block_size, double_head_size = kv_cache.shape[2:]
-    elements = slot_elements(isa, block_size, double_head_size // 2)
+    elements = slot_elements(isa, block_size, double_head_size // 2, kv_cache.device)
     blocks = kv_cache.flatten(2)
     of_source = source[:, None] // block_size, slice(None), elements[source % block_size]
     of_target = target[:, None] // block_size, slice(None), elements[target % block_size]
