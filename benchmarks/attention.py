@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.device import check_device
-from support.harness import Row, finish, interleave, median_seconds, option_parser
+from support.harness import Row, interleave, median_seconds, option_parser, report
 
 from vllm_trie.attention import (
     AttentionKind,
@@ -254,8 +254,7 @@ def row_of(
     }
 
 
-def main() -> None:
-    options = parse()
+def run(options: argparse.Namespace) -> list[Row]:
     from vllm.platforms import current_platform
 
     check_device(options.device)
@@ -263,8 +262,7 @@ def main() -> None:
     if options.device == "cuda":
         from support.gpu_attention import gpu_rows
 
-        finish(gpu_rows(options), options, COLUMNS)
-        return
+        return gpu_rows(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -273,7 +271,11 @@ def main() -> None:
         rows += attention_rows(options, dtype)
         if "compaction" in options.kernels:
             rows += compaction_rows(options, dtype)
-    finish(rows, options, COLUMNS)
+    return rows
+
+
+def main() -> None:
+    report(run, parse(), COLUMNS)
 
 
 if __name__ == "__main__":

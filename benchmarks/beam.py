@@ -55,10 +55,10 @@ from support.engines import each_schedule, scheduler_of
 from support.harness import (
     Row,
     add_model_option,
-    finish,
     interleave,
     median_seconds,
     option_parser,
+    report,
     write_json,
 )
 from support.wide_beams import (
@@ -320,6 +320,36 @@ def _options() -> argparse.Namespace:
     return options
 
 
+def run(measure_load: Callable[..., list[Row]], options: argparse.Namespace) -> list[Row]:
+    """Measure all loads on the same engines."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        constrained = options.wide and True in options.constrained
+        lengths = options.tokens if constrained else []
+        options.catalogues = build_catalogues(Path(folder), lengths, options.items)
+        with local_engine.silence(not options.verbose):
+            bench = Bench(options)
+            if options.wide:
+                smallest = min(options.prompt_lens), min(options.widths), 1, min(options.tokens)
+                for name in options.methods:  # warms up
+                    bench.run(name, Load(*smallest))
+        for load in itertools.starmap(
+            Load,
+            itertools.product(
+                options.prompt_lens,
+                options.widths,
+                options.num_prompts,
+                options.tokens,
+                options.constrained,
+            ),
+        ):
+            with local_engine.silence(not options.verbose):
+                rows += measure_load(bench, options, load)
+            print(f"measured {load}", flush=True)
+            write_json(rows, options.json)  # what there is, if the run is cut off
+    return rows
+
+
 def main() -> None:
     options = _options()
     local_engine.set_environment(options.verbose)
@@ -335,32 +365,7 @@ def main() -> None:
         measure_load, columns = measure_wide, WIDE_COLUMNS
     if options.parts:
         measure_load, columns = measure_parts, PARTS_COLUMNS
-    with tempfile.TemporaryDirectory() as folder:
-        constrained = options.wide and True in options.constrained
-        lengths = options.tokens if constrained else []
-        options.catalogues = build_catalogues(Path(folder), lengths, options.items)
-        with local_engine.silence(not options.verbose):
-            bench = Bench(options)
-            if options.wide:
-                smallest = min(options.prompt_lens), min(options.widths), 1, min(options.tokens)
-                for name in options.methods:  # warms up
-                    bench.run(name, Load(*smallest))
-        rows: list[Row] = []
-        for load in itertools.starmap(
-            Load,
-            itertools.product(
-                options.prompt_lens,
-                options.widths,
-                options.num_prompts,
-                options.tokens,
-                options.constrained,
-            ),
-        ):
-            with local_engine.silence(not options.verbose):
-                rows += measure_load(bench, options, load)
-            print(f"measured {load}", flush=True)
-            write_json(rows, options.json)  # what there is, if the run is cut off
-    finish(rows, options, columns)
+    report(functools.partial(run, measure_load), options, columns)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import keep_kernel_overrides, scheduler_of
 from support.futures_tasks import FORMS, KINDS, Edit, edits, schemas, undone
-from support.harness import Row, add_model_option, finish, option_parser, run_quietly
+from support.harness import Row, add_model_option, option_parser, report_quietly
 
 from vllm_trie.lab import local_engine
 
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave vLLM's own drafters out")
     add_device_options(parser)
     options = parser.parse_args()
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -25,11 +25,10 @@ from pathlib import Path
 import numpy as np
 from support.harness import (
     Row,
-    finish,
     interleave,
     median_seconds,
     option_parser,
-    run_quietly,
+    report_quietly,
 )
 from support.wide_beams import random_items
 
@@ -164,7 +163,7 @@ def main() -> None:
     if options.build:
         build_in_process(*options.build)
         return
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ A step of one request without drafts has one row, with a tree one more for each 
 from __future__ import annotations
 
 import argparse
-import time
+from functools import partial
 from typing import Any
 
 import torch
-from support.harness import Row, finish, option_parser, run_quietly
+from support.harness import Row, interleave, option_parser, report_quietly
 
 COLUMNS = ("dtype", "outputs", "inputs", "rows", "ms", "over_one_row")
 
@@ -30,19 +30,27 @@ def run(options: argparse.Namespace) -> list[Row]:
         layer: Any = torch.nn.Linear(num_inputs, num_outputs, bias=False, dtype=dtype)
         layer.requires_grad_(False)
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        runs = {
+            num_rows: partial(call, layer, torch.randn(num_rows, num_inputs).to(dtype), options)
+            for num_rows in options.rows
+        }
+        interleave(runs, 1)  # prepares the kernels
+        timed = interleave(runs, options.repeats)
+        ms = {
+            num_rows: 1e3 * min(seconds for seconds, _ in repeats) / options.calls
+            for num_rows, repeats in timed.items()
+        }
         for num_rows in options.rows:
-            values = torch.randn(num_rows, num_inputs).to(dtype)
-            seconds = []
-            for _ in range(options.repeats + 1):  # the first run prepares the kernel
-                start = time.perf_counter()
-                for _ in range(options.calls):
-                    layer.cpu_linear(values, layer.weight, None)
-                seconds.append((time.perf_counter() - start) / options.calls)
-            ms = 1e3 * min(seconds[1:])
             size = {"dtype": name, "outputs": num_outputs, "inputs": num_inputs, "rows": num_rows}
-            one = next((row["ms"] for row in rows if row["dtype"] == name), ms)
-            rows.append({**size, "ms": ms, "over_one_row": ms / one})
+            over = ms[num_rows] / ms[options.rows[0]]
+            rows.append({**size, "ms": ms[num_rows], "over_one_row": over})
     return rows
+
+
+def call(layer: Any, values: torch.Tensor, options: argparse.Namespace) -> None:
+    """Compute a layer as often as a repeat does."""
+    for _ in range(options.calls):
+        layer.cpu_linear(values, layer.weight, None)
 
 
 def main() -> None:
@@ -54,7 +62,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=3072, help="default: of SmolLM2")
     parser.add_argument("--calls", type=int, default=50, help="in each repeat")
     options = parser.parse_args()
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,10 @@ from support.harness import (
     Progress,
     Row,
     add_model_option,
-    finish,
     median_ratio,
     median_seconds,
     option_parser,
-    run_quietly,
+    report_quietly,
     take_turns,
 )
 from support.peers_engines import METHODS, available
@@ -112,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     for message in available(PEERS)[1]:
         print(message)
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -31,11 +31,10 @@ from support.harness import (
     Row,
     Timed,
     add_model_option,
-    finish,
     interleave,
     median_seconds,
     option_parser,
-    run_quietly,
+    report_quietly,
 )
 from support.stage import Counts, Stage
 
@@ -144,7 +143,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(BY_HAND), help="prompt sets")
     parser.add_argument("--prompts", type=int, help="largest number of prompts of a set")
     options = parser.parse_args()
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -42,10 +42,9 @@ from support.harness import (
     Row,
     Timed,
     add_model_option,
-    finish,
     interleave,
     option_parser,
-    run_quietly,
+    report_quietly,
 )
 from support.medusa_cost import TimedTurns, time_model
 from support.stage import Stage
@@ -223,7 +222,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")
     options = parser.parse_args()
-    finish(run_quietly(compare, options), options, COLUMNS)
+    report_quietly(compare, options, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,9 @@ def print_rows(rows: list[Row]) -> None:
 
 def main() -> None:
     """Replay recorded answers with the paper's method."""
-    parser = option_parser(__doc__, smoke={**SMOKE_FILES, "categories": ["qa", "rag"]})
+    parser = option_parser(
+        __doc__, smoke={**SMOKE_FILES, "categories": ["qa", "rag"]}, is_timed=False
+    )
     add_replay_options(parser)
     parser.add_argument("--categories", nargs="+", default=CATEGORIES)
     parser.add_argument("--nodes", nargs="+", type=int, default=[32], help="numbers of drafts")

@@ -46,7 +46,7 @@ from typing import Any
 
 from rich.progress import Progress
 from support.device import add_device_options, check_device, engine_options
-from support.harness import Row, add_model_option, finish, option_parser
+from support.harness import Row, add_model_option, option_parser, report
 from support.peers_engines import (
     DEFAULT_METHODS,
     METHODS,
@@ -140,19 +140,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write, draw."""
     options = parse()
-    if options.rows:
-        rows = [row for path in options.rows for row in json.loads(path.read_text())]
-        rows = with_means([row for row in rows if row["category"] != MEAN])
-    elif len(options.workload) > 1:
-        rows = run_apart(options)
-    else:
-        rows = run(options)
-    finish(rows, options, COLUMNS)
+    rows = report(all_rows, options, COLUMNS)
     print_breakdown(rows)
     if options.plot is not None:
         from support.peers_plot import plot
 
         plot(rows, options.plot, options.shape)
+
+
+def all_rows(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of earlier runs, or of the workloads."""
+    if options.rows:
+        rows = [row for path in options.rows for row in json.loads(path.read_text())]
+        return with_means([row for row in rows if row["category"] != MEAN])
+    return run_apart(options) if len(options.workload) > 1 else run(options)
 
 
 def run_apart(options: argparse.Namespace) -> list[Row]:

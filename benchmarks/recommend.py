@@ -36,7 +36,7 @@ from support.beam_parts import part_seconds
 from support.beam_peers import Hypotheses, search_with_hf, search_with_vllm
 from support.device import CUDA_OPTIONS, add_device_options, check_device
 from support.engines import Prompts
-from support.harness import Row, finish, option_parser, run_quietly
+from support.harness import Row, option_parser, report_quietly
 from support.wide_beams import allowed_tokens, random_items
 
 from vllm_trie.extras.items import build_items, read_items
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=64, help="items of a prompt")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 def run(options: argparse.Namespace) -> list[Row]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.harness import Row, add_model_option, finish, option_parser, run_quietly
+from support.harness import Row, add_model_option, option_parser, report_quietly
 from support.replay_data import SMOKE_FILES, category_of, read_lines
 
 from vllm_trie.lab import local_engine
@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.questions is None or options.out is None:
         parser.error("--questions and --out are needed")
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 def run(options: argparse.Namespace) -> list[Row]:

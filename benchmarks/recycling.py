@@ -18,7 +18,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from support.harness import Row, add_model_option, finish, option_parser, run_quietly
+from support.harness import Row, add_model_option, option_parser, report_quietly
 from support.replay_data import SMOKE_FILES
 from support.stage import Stage
 
@@ -49,7 +49,7 @@ def main() -> None:
         help="every other prompt of each set; the parameters were chosen on half 0",
     )  # fmt: skip
     options = parser.parse_args()
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 def prompts_by_set(model: str, options: Any) -> dict[str, list[list[int]]]:

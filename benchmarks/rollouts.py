@@ -27,7 +27,7 @@ from typing import Any
 
 from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import keep_kernel_overrides
-from support.harness import Row, add_model_option, finish, option_parser, run_quietly
+from support.harness import Row, add_model_option, option_parser, report_quietly
 from support.replay_data import QUESTIONS_VARIABLE, read_lines
 
 from vllm_trie.lab import local_engine
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ from typing import Any, NamedTuple
 from support.harness import (
     Row,
     add_model_option,
-    finish,
     option_parser,
-    run_quietly,
+    report_quietly,
 )
 from support.replay_data import QUESTIONS_VARIABLE
 
@@ -95,7 +94,7 @@ def main() -> None:
     )
     parser.add_argument("--virtual", action="store_true", help="engines on a clock of CPU time")
     options = parser.parse_args()
-    finish(run_quietly(run, options), options, COLUMNS)
+    report_quietly(run, options, COLUMNS)
 
 
 def run(options: Any) -> list[Row]:

@@ -40,15 +40,6 @@ class Progress(NamedTuple):
     """Output tokens of all requests."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Probes the machine as soon as the options are read."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options = super().parse_args(args, namespace)
-        options.probe = None if options.smoke else probe_seconds()
-        return options
-
-
 class _Smoke(argparse.Action):
     """Sets the options of a run of seconds; options behind it still count."""
 
@@ -57,7 +48,10 @@ class _Smoke(argparse.Action):
 
 
 def option_parser(
-    description: str | None, repeats: int = 3, smoke: Mapping[str, Any] | None = None
+    description: str | None,
+    repeats: int = 3,
+    smoke: Mapping[str, Any] | None = None,
+    is_timed: bool = True,
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark.
 
@@ -65,16 +59,20 @@ def option_parser(
         description: the script's docstring, shown as it is written.
         repeats: default of `--repeats`.
         smoke: what `--smoke` sets, by the options' names.
+        is_timed: whether :func:`report` reports the rows, which has an option of its own.
     """
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="OUT",
-        help="write the table to this file as Markdown, with the machine and the command, if the "
-        "machine was quiet",
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
+    if is_timed:
+        parser.add_argument(
+            "--record",
+            type=Path,
+            metavar="OUT",
+            help="write the table to this file as Markdown, with the machine and the command, if "
+            "the machine was quiet",
+        )
     parser.add_argument(
         "--repeats", type=int, default=repeats, help="interleaved runs of each method"
     )
@@ -171,37 +169,51 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def run_quietly(
-    run: Callable[[argparse.Namespace], list[Row]], options: argparse.Namespace
+def report(
+    run: Callable[[argparse.Namespace], list[Row]],
+    options: argparse.Namespace,
+    columns: Sequence[str],
 ) -> list[Row]:
-    """Return the rows that `run` measures, without what engines print unless `--verbose` is set.
+    """Measure rows between two probes of the machine, print and write them, and return them.
 
-    Sets the environment first: `run` imports torch and vLLM, not the module around it.
-    """
-    local_engine.set_environment(options.verbose)
-    with local_engine.silence(not options.verbose):
-        return run(options)
-
-
-def finish(rows: Sequence[Row], options: argparse.Namespace, columns: Sequence[str]) -> None:
-    """Print the rows as a table of the `columns` that have values, and write what was asked for.
+    The table has the `columns` that have values.
 
     Raises:
         SystemExit: `--record` was set and the machine was not quiet.
     """
-    described = [{"machine": machine(), **row} for row in rows]
+    before = None if options.smoke else probe_seconds()
+    rows = run(options)
     shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
     lines = [[row.get(name) for name in shown] for row in rows]
     print_table(shown, lines, machine())
-    write_json(described, options.json)
-    if options.probe is None:
-        return
-    probe = Probe(options.probe, probe_seconds())
+    write_json([{"machine": machine(), **row} for row in rows], options.json)
+    if before is None:
+        return rows
+    probe = Probe(before, probe_seconds())
     print(probe)
     if options.record is not None:
         if not probe.is_quiet:
             raise SystemExit(f"--record {options.record}: not written, the machine was not quiet")
         options.record.write_text(_as_markdown(shown, lines, probe), encoding="utf-8")
+    return rows
+
+
+def report_quietly(
+    run: Callable[[argparse.Namespace], list[Row]],
+    options: argparse.Namespace,
+    columns: Sequence[str],
+) -> None:
+    """Report the rows that `run` measures, without what engines print unless `--verbose` is set.
+
+    Sets the environment first: `run` imports torch and vLLM, not the module around it.
+    """
+
+    def silently(options: argparse.Namespace) -> list[Row]:
+        with local_engine.silence(not options.verbose):
+            return run(options)
+
+    local_engine.set_environment(options.verbose)
+    report(silently, options, columns)
 
 
 def _as_markdown(columns: Sequence[str], lines: Sequence[Sequence[Any]], probe: Probe) -> str:
