@@ -143,9 +143,9 @@ def compare_union(
 def compare_neural(engine: MakeEngine, cases: list[Comparison]) -> dict[str, Any]:
     """Compare vLLM's method with unions without text; see :func:`compare_trees`."""
     eagle = {"method": "eagle", "model": str(eagle_path()), "num_speculative_tokens": LENGTH}
-    own = engine(speculative_config=eagle)
-    waits, accepted = Waits(own), count_accepted(own)
-    result = {"differences": differing(own, cases[:1])}
+    llm = engine(speculative_config=eagle)
+    waits, accepted = Waits(llm), count_accepted(llm)
+    result = {"differences": differing(llm, cases[:1])}
     result |= {"accepted": sum(accepted), "waits": waits.summary()}
     return {"alone": {"own": result, **compare_trees(engine, eagle, cases, **NO_TEXT)}}
 

@@ -41,12 +41,17 @@ class TreeAttention(_Impl):
 
 
 def hand_on(trees: TreeBatch | None, by_layer: Mapping[str, object]) -> None:
-    """Let the layers' metadata of a step carry its trees, or none any more."""
-    for metadata in {id(m): m for m in by_layer.values()}.values():
-        carried = trees
-        if trees is not None and hasattr(metadata, "make_virtual_batches_block_table"):
-            carried = in_chunks(trees, metadata)
-        setattr(metadata, TREE_ATTRIBUTE, carried)
+    """Let the layers' metadata of a step carry its trees."""
+    if trees is not None:
+        for metadata in {id(m): m for m in by_layer.values()}.values():
+            is_chunked = hasattr(metadata, "make_virtual_batches_block_table")
+            setattr(metadata, TREE_ATTRIBUTE, in_chunks(trees, metadata) if is_chunked else trees)
+
+
+def take_back(by_layer: Mapping[str, object]) -> None:
+    """Let the layers' metadata carry no trees any more."""
+    for metadata in by_layer.values():
+        setattr(metadata, TREE_ATTRIBUTE, None)
 
 
 def in_chunks(trees: TreeBatch, metadata: Any) -> TreeBatch:

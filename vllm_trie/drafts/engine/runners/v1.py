@@ -329,8 +329,7 @@ class TreeRunnerMixin(ChainRunnerMixin):
     @_runner.overrides("hands the trees to the attention backend", until=TREE_MASKS)
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built: Any = super()._build_attention_metadata(*args, **kwargs)
-        if self.adapter.trees.step.tree_batch is not None:
-            hand_on(self.adapter.trees.step.tree_batch, built[0])
+        hand_on(self.adapter.trees.step.tree_batch, built[0])
         return built
 
     @_runner.overrides("positions of tree nodes follow their depth in all dimensions (M-RoPE)")

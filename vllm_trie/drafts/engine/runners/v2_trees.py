@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_trie.attention import prefers_chains
-from vllm_trie.drafts.engine.attention.tree_attention import hand_on
+from vllm_trie.drafts.engine.attention.tree_attention import hand_on, take_back
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_experts import follow_paths
 from vllm_trie.drafts.engine.tree_step import TreeStep
@@ -185,8 +185,7 @@ class V2TreeAdapter(V2Adapter):
             if self.waits_for == "positions":  # not in a dummy run
                 self.resume("positions", slot_mappings)
             by_layer = prepare_attn(batch, mode, tables, slot_mappings, *args, **kwargs)
-            if self.trees.step.tree_batch is not None:
-                hand_on(self.trees.step.tree_batch, by_layer)
+            hand_on(self.trees.step.tree_batch, by_layer)
             return by_layer
 
         return with_trees
@@ -248,7 +247,7 @@ class V2TreeAdapter(V2Adapter):
         step = self.trees.step
         if step.path is None or step.places is None:
             return
-        hand_on(None, by_layer)
+        take_back(by_layer)
         nodes, shifts = step.places
         follow_depths(batch.positions, torch.stack([nodes, -shifts]))
         tokens, rows = step.path
