@@ -121,7 +121,10 @@ class SpeculatorHeads:
     def _keep_likeliest(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
-        """Keep the likeliest tokens of a position; part of CUDA graphs."""
-        tokens, probabilities = likeliest_on_device(logits)
-        self._tokens[idx_mapping, draft_step] = tokens
-        self._probabilities[idx_mapping, draft_step] = probabilities
+        """Keep the likeliest tokens of a position, or of one for each row; part of CUDA graphs."""
+        # One index of rows: PyTorch would read an index without dimensions on the host.
+        rows = idx_mapping * self._tokens.shape[1] + draft_step
+        for kept, likeliest in zip(
+            (self._tokens, self._probabilities), likeliest_on_device(logits), strict=True
+        ):
+            kept.flatten(0, 1)[rows] = likeliest
