@@ -83,6 +83,9 @@ class Speculator(Protocol):
     def check(self, vllm_config: VllmConfig, options: EngineOptions) -> None:
         """Refuse a complete configuration that it cannot draft in."""
 
+    def configuration(self, vllm_config: VllmConfig) -> VllmConfig:
+        """Return the configuration that vLLM makes it with."""
+
     def attach(self, speculator: Any, adapter: Any) -> None:
         """Hand the method's drafter what vLLM has made, on Model Runner V2.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -52,13 +53,22 @@ class NeuralOptions(DrafterOptions):
 
         check_trained_drafter(vllm_config, self.method, self.model, options)
 
+    def configuration(self, vllm_config: VllmConfig) -> VllmConfig:
+        """Return the engine's configuration with the positions that it predicts as draft tokens."""
+        of_drafter, speculative = copy(vllm_config), copy(vllm_config.speculative_config)
+        assert speculative is not None
+        speculative.num_speculative_tokens = min(
+            self.num_speculative_tokens, vllm_config.num_speculative_tokens
+        )
+        speculative.num_speculative_tokens_per_batch_size = None
+        of_drafter.speculative_config = speculative
+        return of_drafter
+
     def attach(self, speculator: Any, adapter: Any) -> None:
         """Hand vLLM's speculator to the union, whose heads it becomes."""
         from vllm_trie.extras.union.speculator_heads import SpeculatorHeads
 
-        drafter = adapter.trees.guard.drafter
-        count = min(self.num_speculative_tokens, drafter.context.num_nodes)
-        drafter.heads = SpeculatorHeads(speculator, count, adapter)
+        adapter.trees.guard.drafter.heads = SpeculatorHeads(speculator, adapter)
 
 
 class TrieUnionOptions(DrafterOptions):

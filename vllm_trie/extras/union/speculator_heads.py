@@ -35,18 +35,16 @@ class SpeculatorHeads:
     Args:
         speculator: vLLM's, as made. Its ``propose`` is replaced by one that returns the union's
             drafts, and its estimate of acceptance by one that keeps the likeliest tokens.
-        count: Heads, at most N.
         adapter: Drafts with the union, which calls :meth:`candidates`.
     """
 
-    def __init__(self, speculator: Any, count: int, adapter: V2Adapter) -> None:
+    def __init__(self, speculator: Any, adapter: V2Adapter) -> None:
         self._speculator = speculator
-        self._count = count
         self._adapter = adapter
         self._run_speculator: Callable[..., torch.Tensor] = speculator.propose
         # By the runner's request index; CUDA graphs are padded with requests of index -1.
-        num_rows, width = speculator.draft_tokens.shape
-        shape = num_rows + 1, width, ROW_TOKENS
+        num_rows, self._count = speculator.draft_tokens.shape
+        shape = num_rows + 1, self._count, ROW_TOKENS
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=speculator.device)
         self._probabilities = torch.zeros(shape, device=speculator.device)
         # On their way to the host: the rows of the requests, their predictions, and the event.
@@ -66,9 +64,9 @@ class SpeculatorHeads:
         return Candidates(tokens, np.nan_to_num(probabilities))
 
     def _init_cudagraph_manager(self, cudagraph_mode: object) -> None:
-        """Let the speculator make no more passes than there are heads, once it has its managers of
-        CUDA graphs, whose batches verify N tokens a request."""
-        self._speculator.num_speculative_steps = self._tokens.shape[1]
+        """Tell the speculator of N while it makes managers of CUDA graphs, as batches verify N
+        tokens a request."""
+        self._speculator.num_speculative_steps = self._adapter.num_draft_tokens
         self._make_graphs(cudagraph_mode)
         self._speculator.num_speculative_steps = self._count
 
@@ -112,9 +110,7 @@ class SpeculatorHeads:
             return chains
         self._rows = {request_id: row for row, request_id in enumerate(input_batch.req_ids)}
         kept = self._tokens, self._probabilities
-        self._copies = [
-            async_copy_to_np(of_all[input_batch.idx_mapping, : self._count]) for of_all in kept
-        ]
+        self._copies = [async_copy_to_np(of_all[input_batch.idx_mapping]) for of_all in kept]
         self._copied.record()
         return drafts
 
@@ -123,7 +119,7 @@ class SpeculatorHeads:
     ) -> None:
         """Keep the likeliest tokens of a position, or of one for each row; part of CUDA graphs."""
         # One index of rows: PyTorch would read an index without dimensions on the host.
-        rows = idx_mapping * self._tokens.shape[1] + draft_step
+        rows = idx_mapping * self._count + draft_step
         for kept, likeliest in zip(
             (self._tokens, self._probabilities), likeliest_on_device(logits), strict=True
         ):

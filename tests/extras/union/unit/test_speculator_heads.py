@@ -30,7 +30,7 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Any:
             propose=None,
             init_cudagraph_manager=None,
         )
-        heads = SpeculatorHeads(speculator, WIDTH, SimpleNamespace())  # type: ignore[arg-type]
+        heads = SpeculatorHeads(speculator, SimpleNamespace())  # type: ignore[arg-type]
         logits = torch.arange(1.0, len(rows) + 1, device=device)
         speculator._maybe_predict_acceptance(
             logits[:, None].repeat(1, ROW_TOKENS),

@@ -71,6 +71,18 @@ def test_others_are_refused(changes, message):
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
 
 
+def test_vllm_makes_it_for_the_positions_that_it_predicts():
+    """Its CUDA graphs are for as many passes, and go unused in steps of others."""
+    tiers = [(1, 8, 24)]
+    engine = configuration(
+        num_speculative_tokens=24, speculative_config__num_speculative_tokens_per_batch_size=tiers
+    )
+    made_with = EAGLE.configuration(engine).speculative_config
+    assert made_with.num_speculative_tokens == EAGLE.num_speculative_tokens
+    assert made_with.num_speculative_tokens_per_batch_size is None
+    assert engine.speculative_config.num_speculative_tokens_per_batch_size == tiers
+
+
 def test_trees_need_permission_on_a_gpu(monkeypatch):
     monkeypatch.setattr(checks, "is_cuda", lambda: True)
     with pytest.raises(ValueError, match="allow_untested_gpu to True"):

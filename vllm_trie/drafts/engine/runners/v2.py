@@ -331,7 +331,7 @@ def init_speculator(
     if tree_config is None or tree_config.speculator is None:
         make = original if speculative.method == PATCHED_V2_METHOD else HostSpeculator
         return make(vllm_config, device, req_states)
-    speculator = original(vllm_config, device, req_states)
+    speculator = original(tree_config.speculator.configuration(vllm_config), device, req_states)
     speculator.adapter = adapter = _make_adapter(vllm_config, device, req_states)
     tree_config.speculator.attach(speculator, adapter)
     return speculator
