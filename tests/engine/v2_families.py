@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +24,16 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 import numpy as np
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.engine.compare import differences, generate, largest_score_error, tell_oracle
-from tests.engine.conftest import add_experts_group
+from tests.engine.conftest import add_experts_group, runner_of
 from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import (
@@ -38,17 +41,26 @@ from tests.engine.families import (
     FAMILIES,
     PARTIAL_TREES,
     VOCABULARY,
+    WINDOW,
     take_text_for_images,
     write_model,
 )
 from tests.engine.v2_trees import put_in
+from vllm_trie.drafts.engine.attention import cuda as cuda_attention
+from vllm_trie.drafts.engine.runners import v2_trees
+from vllm_trie.drafts.engine.workers import cpu_worker
+from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
+from vllm_trie.extras.device_checks.gpu_check import check_device
+from vllm_trie.extras.device_checks.kernel_check import RequestShape
 from vllm_trie.hooks.start import limits
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TREES = {**CHAINS, "num_speculative_tokens": 12, "verification": "tree"}
 EXPERTS = "Qwen 3 MoE"
 """Returns the experts of each token."""
-IN_TREES = (EXPERTS, "Qwen 3 VL", "gpt-oss")
+IN_CHUNKS = "Llama 4"
+"""Its trees are verified by the GPU's attention."""
+IN_TREES = (EXPERTS, "Qwen 3 VL", "gpt-oss", IN_CHUNKS)
 """Verified as trees, most with the true path in them."""
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL", EXPERTS)
 """Windows and soft caps, sinks, attention in chunks, and positions of images; and experts."""
@@ -63,11 +75,16 @@ def prompts() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": (p * 9)[: 20 + 27 * i]} for i, p in enumerate(phrases)]
 
 
-def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
+def compare(name: str, folder: Path, num_tokens: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Compare one family's engine with drafts with the plain one."""
-    greedy = SamplingParams(
-        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
-    )
+    settings: dict[str, Any] = {
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    requests = [SamplingParams(temperature=0.0, **settings)] * 3
+    if name in IN_TREES:  # which give the tokens of seeds
+        requests[1] = SamplingParams(temperature=0.8, seed=1, **settings)
     family = FAMILIES[name]
     model = write_model(folder / name.replace(" ", "-"), family, repeats=True)
 
@@ -89,16 +106,23 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
         )
 
     plain = engine()
-    expected = generate(plain, prompts(), greedy)
-    chains = engine(speculative_config=TREES if name in IN_TREES else CHAINS)
+    expected = generate(plain, prompts(), requests)
+    if name == IN_CHUNKS:
+        chains = with_the_devices_attention(lambda: engine(speculative_config=TREES), patch)
+        check_chunks(runner_of(chains))
+    else:
+        chains = engine(speculative_config=TREES if name in IN_TREES else CHAINS)
     assert chains.llm_engine.vllm_config.scheduler_config.async_scheduling
     if name in IN_TREES:
         tell_oracle(expected)
         put_in(chains, OracleDrafter)
-    outputs = generate(chains, prompts(), greedy)
+    outputs = generate(chains, prompts(), requests)
+    if name == IN_CHUNKS:  # again, behind cached blocks
+        outputs[2:] = generate(chains, prompts()[2:], requests[2:])
     counted = {m.name: m.value for m in chains.get_metrics() if hasattr(m, "value")}
     accepted = counted["vllm:spec_decode_num_accepted_tokens"]
     drafted = counted["vllm:spec_decode_num_draft_tokens"]
+    assert name != IN_CHUNKS or counted["vllm:prefix_cache_hits"] > 0
     _kept.extend((plain, chains))
     if name == EXPERTS:
         search = SamplingParams(n=2, temperature=0.0, max_tokens=2, extra_args={"beam_width": 2})
@@ -111,6 +135,37 @@ def compare(name: str, folder: Path, num_tokens: int) -> dict[str, Any]:
         "score_error": largest_score_error(plain, prompts(), 9) if name in SEARCHED else None,
         "other_experts": rows_with_other_experts(expected, outputs) if name == EXPERTS else None,
     }
+
+
+def with_the_devices_attention(make: Callable[[], LLM], patch: pytest.MonkeyPatch) -> LLM:
+    """Make an engine with trees whose attention is the GPU's kernels."""
+
+    def choose_attention(for_trees: bool) -> None:
+        register_backend(AttentionBackendEnum.CPU_ATTN, GPU_BACKEND_CLASS)
+
+    patch.setattr(cpu_worker, "choose_attention", choose_attention)
+    patch.setattr(v2_trees, "prefers_chains", lambda *kernels: False)
+    patch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    llm = make()
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    selector._cached_get_attn_backend.cache_clear()
+    return llm
+
+
+def check_chunks(runner: Any) -> None:
+    """Run the check of a start on a GPU, and with a kernel that does not see the chunks."""
+    stock = cuda_attention.tree_attention_triton
+
+    def without_chunks(*arguments: Any) -> None:
+        stock(*arguments[:-1], arguments[-1]._replace(chunk=0))
+
+    steps = [[RequestShape(40, 1, 9), RequestShape(25, 15, 0)]]  # trees, and a prefill chunk
+    shapes = check_device(runner, steps, splits=(1,)).shapes
+    assert {shape.chunk for shape in shapes} == {0, WINDOW}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_attention, "tree_attention_triton", without_chunks)
+        with pytest.raises(RuntimeError, match=f"a step of layer .* chunks of {WINDOW}"):
+            check_device(runner, steps, splits=(1,))
 
 
 def rows_with_other_experts(expected: Sequence[Any], outputs: Sequence[Any]) -> list[int]:
@@ -154,7 +209,8 @@ def compare_families(names: Iterable[str], num_tokens: int) -> dict[str, Any]:
         take_the_devices_recurrent_kernels()
         for name in names:
             add_experts_group(patch)
-            results[name] = compare(name, Path(folder), num_tokens)
+            with patch.context() as of_family:
+                results[name] = compare(name, Path(folder), num_tokens, of_family)
             print(name, results[name], flush=True)
     return results
 

@@ -112,6 +112,14 @@ _masked("v1.attention.backends.registry:register_backend", "called",
     "tree attention in place of CPU_ATTN", "backend class_path")
 _masked("v1.attention.selector:_cached_get_attn_backend.cache_clear", "called",
     "an earlier engine in the same process may have cached vLLM's backend")
+_chunked = Symbols(until=TREE_MASKS, platform="cuda")
+_chunked("model_executor.layers.attention.chunked_local_attention:"
+    "create_chunked_local_attention_backend", "relied on",
+    "derives a builder from the plugin's, which does without that",
+    "underlying_attn_backend attention_chunk_size")
+_chunked("v1.attention.backends.utils:make_local_attention_virtual_batches", "called",
+    "a request for each attention chunk, in steps of prompts that vLLM's kernel takes",
+    "attn_chunk_size common_attn_metadata block_size")
 _masked("v1.worker.gpu.model_states.interface:ModelState.prepare_attn", "set",
     "makes the metadata of each layer, which then carries the step's trees, once its KV slots are "
     "known and positions of nodes may change",

@@ -112,8 +112,11 @@ def _check(
     largest, num_steps, shapes = 0.0, 0, []
     for checked in _layers_to_check(runner):
         shapes.append(checked.shape)
-        # The compiled kernel is the same for every window; one that is short shows.
-        shape = checked.shape._replace(window=min(checked.shape.window, _SHORT_WINDOW))
+        # The compiled kernel is the same for every window and chunk; one that is short shows.
+        shape = checked.shape._replace(
+            window=min(checked.shape.window, _SHORT_WINDOW),
+            chunk=min(checked.shape.chunk, _SHORT_WINDOW),
+        )
         kernel = check_kernel(shape, runner.device, batches, splits)
         if not kernel.passed:
             raise _WrongResult(
@@ -160,6 +163,7 @@ def _layers_to_check(runner: Any) -> Iterator[CheckedLayer]:
                         f"the KV cache of layer {name} is {cache.dtype} and the model "
                         f"{runner.dtype}; set kv_cache_dtype='auto'"
                     )
+                kind = layer.impl.kind_of(layer)
                 shape = LayerShape(
                     layer.impl.num_heads,
                     layer.impl.num_kv_heads,
@@ -167,8 +171,9 @@ def _layers_to_check(runner: Any) -> Iterator[CheckedLayer]:
                     cache.shape[2],
                     runner.dtype,
                     layer.impl.fp8_dtype if is_quantized else None,
-                    layer.impl.kind.window,
-                    layer.impl.kind.soft_cap,
+                    kind.window,
+                    kind.chunk,
+                    kind.soft_cap,
                     layer.impl.sinks is not None,
                 )
                 if (shape, cache.stride()) not in seen:
@@ -193,7 +198,7 @@ def _check_step(checked: CheckedLayer, step: Step, generator: np.random.Generato
     arguments = (checked.layer, query, unused, unused, checked.kv_cache, metadata)
     impl.forward(*arguments, output)
     stock = torch.full_like(output, torch.nan)
-    impl.stock_forward(*arguments, stock)
+    impl.stock_forward(*arguments[:-1], metadata.stock, stock)
     lengths = np.diff(step.starts)
     in_chunks = ~step.tree_rows & np.repeat(lengths > metadata.longest_decode, lengths)
     chunks = torch.from_numpy(in_chunks)

@@ -40,6 +40,7 @@ class LayerShape(NamedTuple):
     quantized: torch.dtype | None = None
     """Type of the cache's values, if it is not `dtype`."""
     window: int = 0
+    chunk: int = 0
     soft_cap: float = 0.0
     has_sinks: bool = False
 
@@ -47,7 +48,7 @@ class LayerShape(NamedTuple):
         """Return the layer's attention, with these sinks or some that matter."""
         if self.has_sinks and sinks is None:
             sinks = torch.linspace(-2.0, 6.0, self.num_heads)
-        return AttentionKind(self.window, soft_cap=self.soft_cap, sinks=sinks)
+        return AttentionKind(self.window, self.chunk, self.soft_cap, sinks)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -58,6 +59,7 @@ class LayerShape(NamedTuple):
         if self.quantized:
             dtype += f" with a KV cache of {str(self.quantized).removeprefix('torch.')}"
         dtype += f", window {self.window}" if self.window else ""
+        dtype += f", chunks of {self.chunk}" if self.chunk else ""
         dtype += f", soft cap {self.soft_cap}" if self.soft_cap else ""
         dtype += ", sinks" if self.has_sinks else ""
         return (

@@ -45,6 +45,7 @@ FURTHER_LAYERS = (
     LayerShape(32, 8, 128, 16, torch.float32),
     LayerShape(64, 8, 64, 16, torch.bfloat16, window=128, has_sinks=True),
     LayerShape(8, 4, 256, 16, torch.float16, window=100, soft_cap=50.0),
+    LayerShape(40, 8, 128, 16, torch.bfloat16, chunk=100),
 )
 """Checked without `--quick`: other head sizes, numbers of query heads for each KV head, and kinds
 of attention."""

@@ -60,7 +60,8 @@ DEVICE_CHECKS = [  # what a GPU is asked before it serves: shape, splits
     (LayerShape(2, 1, 128, 16, torch.bfloat16), (8,)),
     (LayerShape(3, 3, 32, 32, torch.float16, torch.float8_e5m2), (1,)),
     (LayerShape(4, 1, 64, 16, torch.bfloat16, torch.float8_e4m3fn), (3,)),
-    (LayerShape(4, 2, 64, 16, torch.float32, None, 10, 5.0, True), (2,)),
+    (LayerShape(4, 2, 64, 16, torch.float32, None, 10, 0, 5.0, True), (2,)),
+    (LayerShape(5, 1, 64, 16, torch.float32, chunk=20), (2,)),
 ]
 DEVICE_BATCHES = (
     (kernel_check.RequestShape(3, 1, 12), kernel_check.RequestShape(0, 1, 1)),

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
 from vllm_trie.attention import AttentionKind, TreeBatch
 from vllm_trie.attention.cache_layout import move_rows_in_layers
@@ -50,12 +51,15 @@ class TreeTritonMetadata(TritonAttentionMetadata):
     Attributes:
         buffers: Of the builder.
         longest_decode: Query tokens of the longest request that is no prefill chunk.
+        stock: What vLLM's kernel takes. In layers that attend in chunks, steps with a prefill chunk
+            have a request for each attention chunk there.
         is_captured: A CUDA graph captures the step, and serves any step of its size later.
         has_trees: Whether any request of the step has one.
     """
 
     buffers: TreeBuffers
     longest_decode: int
+    stock: TritonAttentionMetadata
     is_captured = False
     has_trees = False
 
@@ -90,6 +94,12 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
         max_requests = vllm_config.scheduler_config.max_num_seqs
         max_nodes = vllm_config.num_speculative_tokens
         layers = vllm_config.compilation_config.static_forward_context
+        kinds = [layers[name].impl.kind_of(layers[name]) for name in layer_names]
+        self.chunk = kinds[0].chunk
+        if self.chunk:
+            # vLLM's subclass makes a request of each attention chunk, by lengths that the host has
+            # to wait for; the tree kernel masks chunks itself.
+            self.__class__ = TreeTritonMetadataBuilder
         self.longest_decode = 1 + max_nodes
         self.buffers = TreeBuffers(
             max(max_requests, _CHECKED_REQUESTS),
@@ -97,7 +107,7 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
             kv_cache_spec.head_size,
             _num_processors(device),
             device,
-            with_depths=any(layers[name].impl.kind.is_partial for name in layer_names),
+            with_depths=any(kind.is_partial for kind in kinds),
         )
 
     @_builder.overrides("adds the buffers that hold the step's trees")
@@ -111,6 +121,12 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
         metadata = TreeTritonMetadata(**vars(stock))
         metadata.buffers = self.buffers
         metadata.longest_decode = self.longest_decode
+        if self.chunk and common_attn_metadata.max_query_len > self.longest_decode:
+            chunks, _ = make_local_attention_virtual_batches(
+                self.chunk, common_attn_metadata, self.block_size
+            )
+            stock = super().build(common_prefix_len, chunks, fast_build)
+        metadata.stock = stock
         metadata.draft_trees = None
         return metadata
 
@@ -145,11 +161,10 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
         }
         self.refuse(unsupported)
 
-    @property
-    def kind(self) -> AttentionKind:
-        return AttentionKind(
-            1 + self.sliding_window[0], soft_cap=self.logits_soft_cap, sinks=self.sinks
-        )
+    def kind_of(self, layer: Any) -> AttentionKind:
+        """Return the attention of the layer that this serves."""
+        chunk = getattr(layer, "attention_chunk_size", None) or 0
+        return AttentionKind(1 + self.sliding_window[0], chunk, self.logits_soft_cap, self.sinks)
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return False
@@ -176,8 +191,8 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
         if metadata is None or (
             metadata.max_query_len > metadata.longest_decode and not metadata.is_captured
         ):
-            scales = (output_scale, output_block_scale)
-            self.stock_forward(layer, query, key, value, kv_cache, metadata, output, *scales)
+            stock, scales = metadata and metadata.stock, (output_scale, output_block_scale)
+            self.stock_forward(layer, query, key, value, kv_cache, stock, output, *scales)
             if metadata is None or not metadata.has_trees:
                 return output
             longest = metadata.longest_decode
@@ -196,7 +211,7 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
             min(metadata.max_query_len, longest),
             longest,
             kv_scales,
-            self.kind,
+            self.kind_of(layer),
         )
         return output
 

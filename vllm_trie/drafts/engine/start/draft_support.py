@@ -105,9 +105,9 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
     ]
     if others:
         raise RefusedError(
-            "tree attention needs causal attention, full, in windows, or on CPUs in chunks, and "
-            f"these layers have another kind: {', '.join(others)}; set verification='chain' for "
-            "this model"
+            "tree attention needs causal attention, full, in windows or in chunks, and these "
+            f"layers have another kind: {', '.join(others)}; set verification='chain' for this "
+            "model"
         )
 
 
@@ -133,9 +133,4 @@ def check_states(kv_cache_config: KVCacheConfig) -> None:
 def _is_other(spec: KVCacheSpec | None) -> bool:
     """Return whether a layer has attention that tree attention lacks."""
     kinds = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-    return spec is not None and (
-        type(spec) not in kinds
-        or getattr(spec, "non_causal", False)
-        # vLLM changes the metadata behind the backend's back.
-        or bool(getattr(spec, "attention_chunk_size", None) and is_cuda())
-    )
+    return spec is not None and (type(spec) not in kinds or getattr(spec, "non_causal", False))
