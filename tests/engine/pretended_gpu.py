@@ -113,6 +113,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_trie.drafts.engine.config import verification
+from vllm_trie.drafts.engine.runners import v2
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
 from vllm_trie.hooks.start import limits
 from vllm_trie.lab.tiny_model import model_path
@@ -138,6 +139,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "another dtype": {"kv_cache_dtype": "float16", "speculation": TREES},
     "chains": {"speculation": CHAINS},
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
+    "attention in chunks": {"hf_overrides": {"attention_chunk_size": 128}},
     "pipeline stages": STAGES,
     "trees in stages": {**STAGES, "speculation": TREES},
     "synchronous stages": {**STAGES, "async_scheduling": False},
@@ -184,6 +186,7 @@ def described(**settings: Any) -> dict[str, Any]:
         "v2": bool(config.use_v2_model_runner),
         "async": bool(config.scheduler_config.async_scheduling),
         "graphs": config.compilation_config.cudagraph_mode.name,
+        "ahead": v2._launches_ahead(config),
     }
 
 

@@ -161,16 +161,18 @@ def test_configurations_on_a_gpu(pretended):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("name", "asynchronous"),
+    ("name", "asynchronous", "ahead"),
     [
-        ("chains", True),
-        ("chains, synchronous", False),
-        ("default", True),
-        ("pipeline stages", True),
+        ("chains", True, True),
+        ("chains, synchronous", False, False),
+        ("default", True, True),
+        ("pipeline stages", True, False),
+        ("attention in chunks", True, False),  # whose lengths vLLM reads from the device
     ],
 )
-def test_chains_run_on_the_runner_that_vllm_prefers(pretended, name, asynchronous):
+def test_chains_run_on_the_runner_that_vllm_prefers(pretended, name, asynchronous, ahead):
     chains = pretended["settings"][name]
+    assert chains["ahead"] is ahead
     assert chains["verification"] == "chain"
     assert (chains["v2"], chains["async"], chains["tokens"]) == (True, asynchronous, 8)
     assert chains["worker"].endswith("TreeGPUWorker")
