@@ -82,12 +82,14 @@ def test_caches_that_layers_of_a_group_share_are_moved_once():
         "a of another group": SimpleNamespace(kv_cache=private),
         "b": SimpleNamespace(kv_cache=shared),
         "c": SimpleNamespace(kv_cache=shared),
+        "of a drafter": SimpleNamespace(kv_cache=torch.zeros(1, 1, 4, 2), is_draft_layer=True),
     }
     groups = cache_groups(
         SimpleNamespace(
             kv_cache_groups=[
                 SimpleNamespace(layer_names=["a"]),
-                SimpleNamespace(layer_names=["a of another group", "b", "c"]),
+                SimpleNamespace(layer_names=["of a drafter", "a of another group", "b", "c"]),
+                SimpleNamespace(layer_names=["of a drafter"]),
             ]
         ),
         layers,

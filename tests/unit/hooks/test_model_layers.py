@@ -54,6 +54,12 @@ def test_causal_attention_is_taken(spec):
     check_layers(None, {"a": Layer(FULL), "b": no_attention, "c": Layer(spec)})
 
 
+def test_layers_of_a_trained_drafter_see_no_trees():
+    layer: Any = Layer(FullAttentionSpec(**SHAPE, non_causal=True), attends_to_trees=False)
+    layer.is_draft_layer = True
+    check_layers(None, {"a": Layer(FULL), "of a drafter": layer})
+
+
 @pytest.mark.parametrize(
     "spec",
     [FullAttentionSpec(**SHAPE, non_causal=True), MLAAttentionSpec(**SHAPE)],

@@ -77,7 +77,7 @@ def choose_verification(
 def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
     """Refuse a model with attention layers that would ignore the trees or mask them wrongly.
 
-    Such layers would give wrong output without any error.
+    Such layers would give wrong output without any error. Those of a trained drafter see no trees.
 
     Args:
         vllm_config: The engine's configuration.
@@ -86,7 +86,11 @@ def check_layers(vllm_config: VllmConfig, layers: Mapping[str, object]) -> None:
     Raises:
         RefusedError: Naming the layers.
     """
-    attention = {name: layer for name, layer in layers.items() if hasattr(layer, "impl")}
+    attention = {
+        name: layer
+        for name, layer in layers.items()
+        if hasattr(layer, "impl") and not getattr(layer, "is_draft_layer", False)
+    }
     unaware = [
         f"{name} ({type(layer.impl).__name__})"
         for name, layer in attention.items()

@@ -43,7 +43,8 @@ class CacheGroup(NamedTuple):
 def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list[CacheGroup]:
     """Return the cache tensors of every group; layers that share another's cache add nothing.
 
-    A group whose layers have several kernels is returned once for each of them.
+    Nor do those of a trained drafter, which computes the KV of accepted tokens itself. A group
+    whose layers have several kernels is returned once for each of them.
 
     Args:
         kv_cache_config: Of the engine. Groups may share their tensors, in blocks of their own.
@@ -51,7 +52,11 @@ def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list
     """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        group_layers = [layers[name] for name in group.layer_names if name in layers]
+        group_layers = [
+            layers[name]
+            for name in group.layer_names
+            if name in layers and not getattr(layers[name], "is_draft_layer", False)
+        ]
         if group_layers:
             move = getattr(getattr(group_layers[0], "impl", None), "move_slots", None)
             by_isa: defaultdict[str, dict[int, torch.Tensor]] = defaultdict(dict)
