@@ -37,6 +37,44 @@ def make_eagle3(folder: Path) -> str:
     return _save(folder, config, {**weights, "lm_head.weight": _embeddings()})
 
 
+def make_dflash(folder: Path, **changes: Any) -> str:
+    """Write a DFlash drafter of two layers with random weights; returns its folder."""
+    config = _config(
+        **{
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": 2,
+            "num_target_layers": _config()["num_hidden_layers"],
+            "layer_types": ["full_attention"] * 2,
+            "block_size": 16,
+            "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1, 3]},
+            **changes,
+        }
+    )
+    size, weights = config["hidden_size"], {}
+    for layer in range(2):
+        weights |= _random_layer(f"layers.{layer}.", config, size)
+        for name in ("q_norm", "k_norm"):
+            weights[f"layers.{layer}.self_attn.{name}.weight"] = torch.ones(config["head_dim"])
+    weights["hidden_norm.weight"] = weights["norm.weight"] = torch.ones(size)
+    weights["fc.weight"] = torch.randn(size, 3 * size) / (3 * size) ** 0.5
+    if rank := config.get("markov_rank"):
+        head = _embeddings()[::2]
+        weights |= {"lm_head.weight": head, "d2t": torch.arange(len(head))}
+        weights["markov_head.markov_w1.weight"] = torch.randn(config["vocab_size"], rank)
+        weights["markov_head.markov_w2.weight"] = torch.randn(len(head), rank)
+    return _save(folder, config, weights)
+
+
+def make_dspark(folder: Path) -> str:
+    """Write a DSpark drafter: DFlash's with a Markov head, for every other token; returns its
+    folder."""
+    size = _config()["vocab_size"] // 2
+    return make_dflash(
+        folder, architectures=["Qwen3DSparkModel"], markov_rank=8, draft_vocab_size=size
+    )
+
+
 def make_mtp(folder: Path) -> str:
     """Write ERNIE's MTP layer with random weights; returns its folder."""
     config = _config(
@@ -95,3 +133,7 @@ def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
         {name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors"
     )
     return str(folder)
+
+
+RANDOM = {"dflash": make_dflash, "dspark": make_dspark, "eagle3": make_eagle3, "mtp": make_mtp}
+"""Makers of drafters with random weights, by method."""

@@ -228,7 +228,8 @@ def test_the_newer_vllm() -> None:
     assert union["preempted"] > 0
     assert union["accepted"] > 0
     assert union["skipped"] > 0
-    check_trees(result["eagle3"])
+    for name in ("eagle3", "dflash"):
+        check_trees(result[name])
     assert not any(union["failures"].values())
     assert union["blocks_lost"] == 0
 
@@ -278,9 +279,11 @@ def test_trees_of_trained_drafters(results) -> None:
 def check_trees(result: dict[str, Any]) -> None:
     chains, trees = result["chains"], result["trees"]
     assert trees["differences"] == []
+    assert chains["agrees"]
+    assert trees["agrees"]
     assert trees["accepted"] > 1.15 * chains["accepted"] > 0
     assert trees["error"] < 1e-4
-    assert trees["unordered error"] > 1e-2
+    assert trees["unordered error"] > 1e-3
 
 
 def test_waits_with_a_trained_drafter(results) -> None:

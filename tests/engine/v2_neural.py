@@ -19,7 +19,7 @@ from tests.engine.compare import (
     preemptions,
 )
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
-from tests.engine.neural_heads import make_draft_model, make_eagle3, make_mtp
+from tests.engine.neural_heads import RANDOM, make_draft_model
 from tests.engine.v2_waits import Waits
 from vllm_trie.lab.tiny_model import eagle_path
 
@@ -46,20 +46,24 @@ def union(entry: dict[str, Any], num_nodes: int, **options: Any) -> dict[str, An
     }
 
 
-def note_predictions(llm: LLM) -> dict[tuple[int, ...], np.ndarray]:
+def note_predictions(llm: LLM) -> tuple[dict[tuple[int, ...], np.ndarray], list[bool]]:
     """Return a dictionary that takes the probabilities of the drafter's likeliest tokens at each
-    position after each text."""
+    position after each text, and a list that takes whether vLLM drafts the likeliest of all."""
     heads: Any = trees_of(llm).guard.drafter.heads
     seen, stock = dict[tuple[int, ...], np.ndarray](), heads.candidates
+    agrees = list[bool]()
 
     def candidates(requests: Any) -> Any:
         predicted = stock(requests)
         for request, of_request in zip(requests, predicted.probabilities, strict=True):
             seen[tuple(request.token_ids.tolist())] = of_request
+        rows = [heads._rows[request.request_id] for request in requests]
+        chains = runner_of(llm).speculator.draft_tokens[rows].numpy()
+        agrees.append(np.array_equal(predicted.tokens[..., 0], chains))
         return predicted
 
     heads.candidates = candidates
-    return seen
+    return seen, agrees
 
 
 def largest_error(chains: dict[Any, np.ndarray], trees: dict[Any, np.ndarray]) -> float:
@@ -154,19 +158,18 @@ def compare_random(
     engine: MakeEngine, cases: list[Comparison], folder: Path, *methods: str
 ) -> dict[str, Any]:
     """Compare drafters with random weights, next to n-grams; see :func:`compare_trees`."""
-    makers = {"eagle3": make_eagle3, "mtp": make_mtp}
     settings: dict[str, Any] = {"mtp": {"hf_overrides": {"num_nextn_predict_layers": 1}}}
     return {
         method: compare_trees(
             partial(engine, **settings.get(method, {})),
             {
                 "method": method,
-                "model": makers[method](folder / method),
+                "model": RANDOM[method](folder / method),
                 "num_speculative_tokens": LENGTH,
             },
             cases,
         )
-        for method in methods
+        for method in methods or RANDOM
     }
 
 
@@ -182,9 +185,10 @@ def compare_trees(
         options: Of the union.
 
     Returns:
-        For each what differs from plain outputs, what is accepted in the first case, and how often
-        steps wait for the device. For trees how far predictions are from those after chains, and
-        how far if the step's tokens are left as trees have them.
+        For each what differs from plain outputs, whether predictions agree with vLLM's drafts, what
+        is accepted in the first case, and how often steps wait for the device. For trees how far
+        predictions are from those after chains, and how far if the step's tokens are left as trees
+        have them.
     """
     engines = {
         "chains": engine(**union(entry, LENGTH, **options)),
@@ -193,8 +197,8 @@ def compare_trees(
     results, seen = dict[str, Any](), dict[str, Any]()
     for name, llm in engines.items():
         waits, accepted = Waits(llm), count_accepted(llm)
-        seen[name] = note_predictions(llm)
-        results[name] = {"differences": differing(llm, cases[:1])}
+        seen[name], agrees = note_predictions(llm)
+        results[name] = {"differences": differing(llm, cases[:1]), "agrees": all(agrees)}
         results[name] |= {"accepted": sum(accepted), "waits": waits.summary()}
     trees = results["trees"]
     trees["error"] = largest_error(**seen)

@@ -5,9 +5,9 @@ random requests; this compares only such, as many as are wanted, with one of `ME
 
     python -m tests.engine.v2_run COUNT [SEED [METHOD]]
 
-And this only trained drafters with random weights, EAGLE-3 and MTP, as chains and as trees:
+And this only trained drafters with random weights, all or some, as chains and as trees:
 
-    python -m tests.engine.v2_run trained
+    python -m tests.engine.v2_run trained [METHOD ...]
 """
 
 from __future__ import annotations
@@ -596,7 +596,7 @@ def compare_newer(folder: Path) -> dict[str, Any]:
     long = generate(llm, *requests)
     result: dict[str, Any] = {"union": compare_union(engine, requests, long, folder)}
     cases = neural_cases({**plain, "long": long})
-    result |= compare_random(engine, cases, folder, "eagle3")
+    result |= compare_random(engine, cases, folder, "eagle3", "dflash")
     for name, options in {
         "ahead": {"speculative_config": AHEAD, **ADAPTERS},
         "trees": {"speculative_config": TREES},
@@ -638,12 +638,12 @@ def main() -> None:
     elif sys.argv[1:] == ["newer"]:
         with tempfile.TemporaryDirectory() as folder:
             result = compare_newer(Path(folder))
-    elif sys.argv[1:] == ["trained"]:
+    elif sys.argv[1:2] == ["trained"]:
         llm = engine()
         plain = {"long": generate(llm, TEXTS[:4], greedy()), "structured": structured(llm)}
         plain["seeds"] = generate(llm, TEXTS[:4], SEEDS)
         with tempfile.TemporaryDirectory() as folder:
-            result = compare_random(engine, neural_cases(plain), Path(folder), "eagle3", "mtp")
+            result = compare_random(engine, neural_cases(plain), Path(folder), *sys.argv[2:])
     elif sys.argv[1:]:
         count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
         result = compare_random_requests(int(count), int(seed), method)

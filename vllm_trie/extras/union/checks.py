@@ -21,21 +21,33 @@ _refused("use_gemma4_mtp", "called", "refuses MTP layers that share the model's 
 _refused("use_multi_module_mtp", "called",
     "refuses MTP with several modules on Model Runner V2", "")
 _refused("use_step3p5_mtp", "called", "the same", "")
+_refused("parallel_drafting", "read", "refuses drafters whose logits are not shown")
+_refused("num_speculative_tokens", "set", "a speculator is made for the positions that it predicts")
 _speculator = Symbols(
     "v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.",
     "a speculator can be a part of another")
 _speculator("__init__", "relied on",
-    "makes draft_tokens, and num_speculative_steps, which is set to the number of heads",
+    "makes draft_tokens, and num_speculative_steps, which is N while CUDA graphs are chosen",
     "vllm_config device")
+_speculator("load_model", "relied on",
+    "marks the drafter's layers, which see no trees and whose KV stays", "target_model")
 _speculator("_maybe_predict_acceptance", "set",
     "keeps the likeliest tokens of each position", "logits idx_mapping draft_step")
 _speculator("init_cudagraph_manager", "set",
-    "leaves out passes once there are graphs of whole batches", "cudagraph_mode")
+    "chooses graphs of whole batches, which verify N tokens a request", "cudagraph_mode")
 _speculator("propose", "set",
     "drafts for the union, whose drafts it returns, from a step without trees",
     "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states dummy_run "
     "num_speculative_tokens")
+_parallel = Symbols("v1.worker.gpu.spec_decode.", "a speculator can be a part of another")
+_parallel("dflash.speculator:DFlashSpeculator._generate_draft", "relied on",
+    "shows the logits of all positions in one call", "num_reqs")
+_parallel("dspark.speculator:DSparkSpeculator._sample_logits", "relied on",
+    "shows logits of the drafter's vocabulary, which its model maps to the target's", "logits step")
 # fmt: on
+
+_PARALLEL = ("DFlashDraftModel", "Qwen3DSparkModel")
+"""Architectures that predict all positions in one pass, and show the logits of each."""
 
 
 def check_trained_drafter(
@@ -54,6 +66,7 @@ def check_trained_drafter(
     speculative: Any = vllm_config.speculative_config
     parallel = vllm_config.parallel_config
     is_other = speculative.method != method
+    architectures = speculative.draft_model_config.architectures
     problems = {
         "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on an "
         "NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's own "
@@ -74,6 +87,9 @@ def check_trained_drafter(
         "KV connectors (kv_transfer_config) are not supported; leave the setting out": (
             vllm_config.kv_transfer_config is not None
         ),
+        f"parallel drafting by {', '.join(architectures)} is not supported; allowed: "
+        f"{', '.join(_PARALLEL)}": speculative.parallel_drafting
+        and not {*architectures} & {*_PARALLEL},
         "models with multimodal inputs are not supported; use a text model": (
             vllm_config.model_config.supports_multimodal_inputs
         ),
@@ -87,7 +103,6 @@ def check_trained_drafter(
         (parallel, "data_parallel_size", 1),
         (parallel, "tensor_parallel_size", 1),
         (parallel, "pipeline_parallel_size", 1),
-        (speculative, "parallel_drafting", False),
         (speculative, "draft_sample_method", "greedy"),
         (speculative, "rejection_sample_method", "standard"),
         (speculative, "use_local_argmax_reduction", False),

@@ -22,7 +22,7 @@ SHORT_NAMES = {"medusa": HEADS, "ngram": TEXT}
 _OF_TEXT = ("joint", "max_context_len", "max_depth")
 """Options of Medusa's heads about the text, which n-grams read for them here."""
 
-NeuralMethod = Literal["draft_model", "eagle", "eagle3", "mtp"]
+NeuralMethod = Literal["dflash", "draft_model", "dspark", "eagle", "eagle3", "mtp"]
 NEURAL_METHODS: tuple[str, ...] = get_args(NeuralMethod)
 """Methods of vLLM that draft with weights and a KV cache of their own, and that a union takes."""
 
@@ -36,7 +36,10 @@ class NeuralOptions(DrafterOptions):
         description="Folder or name of the checkpoint; 'mtp' takes the model's own if left out.",
     )
     num_speculative_tokens: int = Field(
-        default=4, ge=1, le=16, description="Positions that it predicts, a forward pass for each."
+        default=4,
+        ge=1,
+        le=16,
+        description="Positions that it predicts, each in a pass; 'dflash' and 'dspark' need one.",
     )
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 class SpeculatorHeads:
     """A source of heads: each predicts the likeliest tokens of a position, given the likeliest ones
-    before it.
+    before it, or none of them with ``dflash``.
 
     Args:
         speculator: vLLM's, as made. Its ``propose`` is replaced by one that returns the union's
@@ -118,9 +118,10 @@ class SpeculatorHeads:
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
         """Keep the likeliest tokens of a position, or of one for each row; part of CUDA graphs."""
+        tokens, probabilities = likeliest_on_device(logits)
+        if self._speculator.method == "dspark":  # whose logits are of its own vocabulary
+            tokens = self._speculator.model.map_draft_to_target(tokens).int()
         # One index of rows: PyTorch would read an index without dimensions on the host.
         rows = idx_mapping * self._count + draft_step
-        for kept, likeliest in zip(
-            (self._tokens, self._probabilities), likeliest_on_device(logits), strict=True
-        ):
-            kept.flatten(0, 1)[rows] = likeliest
+        self._tokens.flatten(0, 1)[rows] = tokens
+        self._probabilities.flatten(0, 1)[rows] = probabilities

@@ -13,7 +13,10 @@ EAGLE = {"method": "eagle", "model": "some/head"}
     ("drafters", "message"),
     [
         (["eagle3"], "'eagle3' is a trained drafter and needs its checkpoint"),
-        ([{"method": "ngram_trie"}], "'ngram_trie'.* allowed: draft_model, eagle, eagle3, mtp"),
+        (
+            [{"method": "ngram_trie"}],
+            "'ngram_trie'.* allowed: dflash, draft_model, dspark, eagle, eagle3, mtp",
+        ),
         (["ngram", {"method": "eagle"}], "needs 'model'"),
         (["ngram", {**EAGLE, "num_speculative_tokens": 99}], "less than or equal to 16"),
         (["ngram", {**EAGLE, "tokens": 1}], "tokens"),

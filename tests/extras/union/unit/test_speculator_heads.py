@@ -25,6 +25,7 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def kept(device: torch.device, rows: list[int], draft_step: Any) -> torch.Tensor:
         speculator = SimpleNamespace(
+            method="eagle",
             draft_tokens=torch.zeros(NUM_ROWS, WIDTH, device=device),
             device=device,
             propose=None,

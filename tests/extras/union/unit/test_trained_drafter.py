@@ -22,7 +22,7 @@ def configuration(**changes: Any) -> Any:
             use_gemma4_mtp=lambda: False,
             use_step3p5_mtp=lambda: False,
             use_multi_module_mtp=lambda: False,
-            draft_model_config=SimpleNamespace(uses_mrope=False),
+            draft_model_config=SimpleNamespace(uses_mrope=False, architectures=["NewModel"]),
             parallel_drafting=False,
             draft_sample_method="greedy",
             rejection_sample_method="standard",
@@ -61,7 +61,7 @@ def test_what_it_can_draft_in_passes():
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*set it to 1"),
         ({"kv_transfer_config": object()}, "leave the setting out"),
         ({"model_config__supports_multimodal_inputs": True}, "use a text model"),
-        ({"speculative_config__parallel_drafting": True}, "set it to False"),
+        ({"speculative_config__parallel_drafting": True}, "by NewModel .* allowed: DFlashDraft"),
         ({"speculative_config__draft_sample_method": "probabilistic"}, "set it to 'greedy'"),
     ],
 )
