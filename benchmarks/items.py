@@ -92,7 +92,7 @@ def measure_build(form: str, source: Path, target: Path) -> Row:
 def measure_step(path: Path, vocabulary: int, width: int, repeats: int) -> Row:
     import torch
 
-    from vllm_trie.extras.items.step import best_continuations
+    from vllm_trie.extras.items.step import ItemStep, best_continuations
 
     trie = open_items(path)
     nodes = np.array([0], dtype=np.int32)
@@ -104,7 +104,7 @@ def measure_step(path: Path, vocabulary: int, width: int, repeats: int) -> Row:
     runs = {
         # The normalizer is the same work for both; over the valid tokens it is next to nothing.
         "step": lambda: best_continuations(
-            trie, logits, nodes, totals, width, None, "valid"
+            [ItemStep(trie, nodes, totals, width)], logits, "valid"
         ).fetch(),
         "top_k": lambda: logits.topk(min(2 * width, vocabulary)),
     }

@@ -13,7 +13,10 @@ import itertools
 import json
 import re
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, get_args
 
@@ -31,7 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from tests.extras.items.unit.catalogues import random_items, trie_of
 from tests.unit.drafters.support import VOCAB, make_context
+from tests.unit.hooks.beam_runner import NUM_BLOCKS, BeamRunner
 from tests.unit.hooks.test_v2_adapter import WIDTH, Pausing, Steps
 from vllm_trie.drafts import Drafter, DrafterOptions
 from vllm_trie.drafts.engine.runners import v2_adapter, v2_delivery
@@ -40,7 +45,9 @@ from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup
 from vllm_trie.drafts.engine.verification.kernels import walk_trees
-from vllm_trie.searches.device_beams import DeviceBeams
+from vllm_trie.extras.items import ItemTrie
+from vllm_trie.extras.items.worker import ItemSelection
+from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
 from vllm_trie.tree import TokenTree
 
 aten = torch.ops.aten
@@ -141,7 +148,12 @@ def fake_device() -> Iterator[tuple[Watch, torch.device]]:
     torch.cuda.Event = Event
     v2_delivery.buffer_utils.UvaBuffer = SharedMemory
     v2_delivery.is_uva_available = lambda: True
-    torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign]
+
+    def pin_memory(self: torch.Tensor) -> torch.Tensor:
+        watch.calls.append("pin")
+        return self
+
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
     torch.Tensor.data_ptr = lambda self: id(self)  # type: ignore[method-assign]
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
         StepsOnDevice.device = torch.device("pretended", 0)
@@ -224,6 +236,8 @@ class StepsOnDevice(Steps):
             self.adapter.resume("path", (batch.logits_indices, walked.rows))
 
 
+LAYERS = 28
+"""Of a model whose searches are counted."""
 CHAIN = TokenTree.from_lists([11, 12], [-1, 0])
 
 
@@ -243,15 +257,56 @@ def trees(device: torch.device) -> None:
     StepsOnDevice(Drafts(TokenTree.from_lists([11, 12, 13], [-1, -1, -1])), V2TreeAdapter)
 
 
-def beams(device: torch.device) -> None:
-    """Two steps, the second with a new tail block for each beam."""
-    tails = np.array([[1], [2]], dtype=np.int32)
-    of_group = DeviceBeams(np.array([5, 6]), [tails], device)
-    caches = [torch.zeros(8, 2, 4, 6, device=device) for _ in range(2)]
-    for number, fresh in enumerate((tails[:, :0], tails + 2)):
-        totals = None if number else np.zeros(2, dtype=np.float32)
-        of_group.launch(torch.zeros(2, VOCAB, device=device), totals, 4, (2,))
-        of_group.take_children([fresh], caches, 8)
+def beams(device: torch.device, count: int = 1, items: ItemTrie | None = None) -> list[str]:
+    """Three steps of searches, the last one with new tail blocks; return the second's calls.
+
+    Args:
+        device: Where they run.
+        count: Of the searches.
+        items: Their catalogue, None for searches of tokens, whose children the device chooses.
+    """
+    width, prompt = 4, np.array([1, 2], dtype=np.int32)  # of one number a copy would be real
+    tails = np.arange(3, 3 + width, dtype=np.int32)[:, None]
+    caches = [torch.zeros(NUM_BLOCKS, 2, 4, 6, device=device) for _ in range(LAYERS)]
+    runner, of_second = BeamRunner(device, caches), list[str]()
+    totals = np.zeros(width, dtype=np.float32)
+    for number in range(3):
+        steps, selections = list[BeamStep](), list[Any]()
+        for proxy in map(str, range(count)):
+            is_ahead = number > 0 and items is None
+            suffix = tails[:, : number // 2] if is_ahead else tails
+            token_ids = None if is_ahead else tails[:, 0]
+            steps.append(BeamStep(proxy, 32, 32 + number, token_ids, (prompt,), (suffix,), None))
+            known = None if is_ahead else totals
+            if items is None:
+                selections.append(TokenSelection(proxy, known, 2 * width, stop_token_ids=(2,)))
+            else:
+                nodes = items.children(np.array([0])).nodes[:width]
+                runner.beams.selector._parts.kept[ItemSelection, "items"] = {"": items}
+                selections.append(ItemSelection(
+                    "items", "", "", width, None, "vocabulary", proxy, None, 0.0, nodes, totals
+                ))  # fmt: skip
+        before = len(StepsOnDevice.calls)
+        names = runner.begin_step(steps, selections)
+        runner.select(names, torch.zeros(count * width, VOCAB, device=device))
+        if number == 1:
+            of_second = StepsOnDevice.calls[before:]
+    return of_second
+
+
+def launches_of_searches(device: torch.device) -> dict[str, dict[str, int]]:
+    """The calls of a step, by what the searches are and how many."""
+    with tempfile.TemporaryDirectory() as folder:
+        catalogue = trie_of(Path(folder) / "items", random_items(0, 400, VOCAB, (3, 3)))
+    result = {}
+    for kind, items in (("free", None), ("items", catalogue)):
+        for count in (1, 8):
+            calls = Counter(beams(device, count, items))
+            pinned, copies = calls.pop("pin"), calls["_to_copy"]
+            result[f"{kind} {count}"] = {
+                "launches": calls.total(), "copies": copies, "pinned": pinned
+            }  # fmt: skip
+    return result
 
 
 @triton.jit
@@ -298,11 +353,16 @@ def main() -> None:
             scene(device)
             result[scene.__name__], watch.faults = watch.faults, []
             calls[scene.__name__] = after_waits(watch.calls)
+        launches = launches_of_searches(device)
+        watch.faults = []
         for name, call in controls_of(device).items():
             with contextlib.suppress(Exception):
                 call()
             controls[name], watch.faults = watch.faults, []
-    print("RESULT " + json.dumps({**result, "controls": controls, "calls": calls}))
+    print(
+        "RESULT "
+        + json.dumps({**result, "controls": controls, "calls": calls, "launches": launches})
+    )
 
 
 if __name__ == "__main__":

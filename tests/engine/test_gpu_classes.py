@@ -96,11 +96,17 @@ def test_steps_on_a_fake_device():
     result = run_program("tests.engine.fake_device")
     controls = result.pop("controls")
     calls = result.pop("calls")
+    launches = result.pop("launches")
     scenes = ("chains", "text_chains", "chains_ahead", "trees", "beams")
     assert result == {scene: [] for scene in scenes}
     # Between the tokens of a step and the launch of the next, in three steps that draft.
     assert calls["text_chains"] == [["_to_copy", "_take_drafts"]] * 3
     assert calls["chains_ahead"] == [[]] * 3
+    # Searches take their step together; of items, the best of each are chosen apart.
+    assert launches["free 8"] == launches["free 1"]
+    chosen = launches["items 8"].pop("launches") - launches["items 1"].pop("launches")
+    assert chosen == 7
+    assert launches["items 8"] == launches["items 1"]
     assert [name for name, faults in controls.items() if not faults] == ["queued copy", "number"]
     assert len(controls) == 11
 

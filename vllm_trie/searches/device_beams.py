@@ -1,4 +1,4 @@
-"""Beams of a plain search on the device, which goes on with their children without the host.
+"""Beams of plain searches on the device, which goes on with their children without the host.
 
 A beam's place is its row of these arrays, its slot in the runner and the owner of its tail block.
 Ranks, the order of the search, change with every step; places only where a beam has no child. When
@@ -10,7 +10,7 @@ the host hears of a choice it makes the same transition (``engine/scheduler/tabl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 import torch
@@ -25,77 +25,73 @@ from vllm_trie.searches.device_step import (
 )
 from vllm_trie.searches.unfetched import Unfetched
 
+DeviceBeams = MutableMapping[str, DeviceChildren]
+"""The latest children of each search, arrays [beams] in place of [searches, beams]."""
 
-class DeviceBeams:
-    """Owner of the beams of one group on the device.
 
-    Attributes:
-        token_ids: int64 [beams], by place, the tokens to compute.
-        suffix: By KV cache group int32 [beams, blocks], by place, the blocks behind those that all
-            beams share.
+def launch_children(
+    beams: DeviceBeams,
+    searches: Sequence[tuple[str, np.ndarray | None]],
+    logits: torch.Tensor,
+    count: int,
+    stop_token_ids: Sequence[int],
+) -> Unfetched[list[Candidates]]:
+    """Choose the candidates of a step of searches and, among them, the children.
+
+    Args:
+        beams: Of the searches, changed.
+        searches: The name of each, and float32 [beams], the cumulative log-probabilities of its
+            beams, which are in the places of their ranks; None for those of the children that the
+            device has chosen.
+        logits: float [searches * beams, vocab], of each search by place.
+        count: Candidates of each search.
+        stop_token_ids: No child ends with one.
     """
-
-    def __init__(
-        self, token_ids: np.ndarray, suffix: Sequence[np.ndarray], device: torch.device
-    ) -> None:
-        """Begin with the beams of a step that the host knows, each in the place of its rank."""
-        self.token_ids = to_device(token_ids.astype(np.int64), device)
-        self.suffix = [to_device(blocks, device) for blocks in suffix]
-        self.places = torch.arange(len(token_ids), device=device)
-        self._totals = torch.zeros(len(token_ids), device=device)
-        self._children: DeviceChildren | None = None
-
-    def launch(
-        self,
-        logits: torch.Tensor,
-        totals: np.ndarray | None,
-        count: int,
-        stop_token_ids: Sequence[int],
-    ) -> Unfetched[Candidates]:
-        """Choose the candidates of a step and, among them, the children.
-
-        Args:
-            logits: float [beams, vocab], by place.
-            totals: float32 [beams], the beams' cumulative log-probabilities; None for those of the
-                children that the device has chosen.
-            count: Candidates.
-            stop_token_ids: No child ends with one.
-        """
-        if totals is not None:
-            self._totals = to_device(totals, logits.device)
-        best = best_on_device(logits, self._totals, count, places=self.places)
-        self._children = children_on_device(best, self.places, stop_token_ids)
-        return Unfetched(best, in_order)
-
-    def take_children(
-        self, fresh: Sequence[np.ndarray], kv_caches: Sequence[torch.Tensor], num_blocks: int
-    ) -> None:
-        """Put the children in the place of the beams, and copy the tails of those that move.
-
-        Args:
-            fresh: By KV cache group int32 [beams, 1], tail blocks by rank where all blocks are
-                full, else [beams, 0].
-            kv_caches: Of all layers, changed.
-            num_blocks: Of each of them.
-        """
-        children, self._children = self._children, None
-        if children is None:  # the choice has failed, and so will the search
-            zeros = torch.zeros_like(self.token_ids)
-            children = DeviceChildren(zeros, self._totals, self.places, self.places)
-        places, sources = children.places, children.sources
-        for i, (suffix, block_ids) in enumerate(zip(self.suffix, fresh, strict=True)):
-            if block_ids.shape[1]:
-                columns = suffix[sources], to_device(block_ids, suffix.device)
-            else:
-                columns = suffix[sources, :-1], suffix[places, -1:]
-                _copy_blocks(kv_caches, num_blocks, suffix[sources, -1], suffix[places, -1])
-            rows = torch.cat(columns, dim=1)  # by rank
-            self.suffix[i] = torch.empty_like(rows).index_copy_(0, places, rows)
-        self.token_ids = torch.empty_like(self.token_ids).scatter_(0, places, children.token_ids)
-        self.places, self._totals = places, children.totals
+    names = [name for name, _ in searches]
+    if ranked := {name: totals for name, totals in searches if totals is not None}:
+        numbers = torch.arange(len(logits) // len(names), device=logits.device)
+        zeros = torch.zeros_like(numbers)
+        parts = to_device(np.stack([*ranked.values()]), logits.device)
+        for name, part in zip(ranked, parts, strict=True):
+            # If the choice fails, so will the search.
+            beams[name] = DeviceChildren(zeros, part, numbers, numbers)
+    places = torch.stack([beams[name].places for name in names])
+    totals = torch.stack([beams[name].totals for name in names])
+    best = best_on_device(logits, totals, count, places=places)
+    children = children_on_device(best, places, stop_token_ids)
+    beams.update(zip(names, map(DeviceChildren._make, zip(*children, strict=True)), strict=True))
+    return Unfetched(best, in_order)
 
 
-def _copy_blocks(
+def move_rows(
+    table: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    tails: torch.Tensor,
+    fresh: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give children the blocks of their parents, and tail blocks of their own.
+
+    Args:
+        table: int32 [slots, blocks], changed.
+        sources, targets: int64 [beams], the slots of their parents, and theirs: a permutation.
+        tails: int64 [beams], the column of each tail block.
+        fresh: int64 [beams], a new tail block, -1 for the tail block of the child's slot.
+
+    Returns:
+        int64 [beams] twice, the blocks that the tails begin as, and the tails. Those that begin as
+        they are stand for none.
+    """
+    is_fresh = fresh >= 0
+    own = torch.where(is_fresh, fresh, table[targets, tails])
+    copied = torch.where(is_fresh, fresh, table[sources, tails])
+    rows = table[sources]
+    rows.scatter_(1, tails[:, None], own[:, None].int())
+    table.index_copy_(0, targets, rows)
+    return copied, own
+
+
+def copy_blocks(
     kv_caches: Sequence[torch.Tensor],
     num_blocks: int,
     sources: torch.Tensor,

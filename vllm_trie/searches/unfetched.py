@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 T_co = TypeVar("T_co", covariant=True)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Unfetched(Generic[T_co]):
     finish: Callable[..., T_co]
     copied_from: tuple[torch.Tensor, ...] = ()
     """They must live until their copies are done."""
+
+    def then(self, finish: Callable[[T_co], _Result]) -> Unfetched[_Result]:
+        """Return what a function makes of the result."""
+        of_values = self.finish
+        return Unfetched(self.tensors, lambda *values: finish(of_values(*values)), self.copied_from)
 
     def copied(self) -> Unfetched[T_co]:
         """Return the result with its tensors on their way to the host, in the present stream.

@@ -40,8 +40,8 @@ from tests.engine.v2_waits import Waits
 from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
 from vllm_trie.extras.device_checks import search_check
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.searches import device_beams
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
+from vllm_trie.searches.engine.worker import beams_v2
 
 
 class Load(NamedTuple):
@@ -176,9 +176,9 @@ def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None, str | None]:
 
     passed = passes_at_start(llm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_beams, "_copy_blocks", lambda *arguments: None)
+        patch.setattr(beams_v2, "copy_blocks", lambda *arguments: None)
         without_copies, _ = passes_at_start(llm)
-        patch.setattr(device_beams, "_copy_blocks", fault)
+        patch.setattr(beams_v2, "copy_blocks", fault)
         return *passed, without_copies, passes_at_start(llm)[0]
 
 

@@ -188,15 +188,15 @@ class Worker:
         num_beams = sum(map(len, beams.values()))
         assert output.total_num_scheduled_tokens == sum(scheduled.values()) + num_beams
         places = {request_id: i for i, request_id in enumerate(scheduled)}
-        selected = []
+        selected = {}
         for step in getattr(output, SELECTIONS, []):
             logprobs = beams.get(step.proxy_id)
             if logprobs is None:
                 logprobs = rows[places[step.proxy_id]][None]
             if step.stop_token_ids is None:
-                selected.append(_selected(step, logprobs))
+                selected[step.proxy_id] = _selected(step, logprobs)
             else:
-                selected.append(self._choose(step, logprobs))
+                selected[step.proxy_id] = self._choose(step, logprobs)
         setattr(result, CANDIDATES, selected)
         return result
 

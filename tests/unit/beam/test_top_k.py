@@ -70,7 +70,13 @@ def test_equals_sorting_everything(
     pairs = list(zip(candidates.rows.tolist(), candidates.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(logprobs, totals, count)
     assert np.array_equal(candidates.logprobs, logprobs[candidates.rows, candidates.token_ids])
-    assert all(map(np.array_equal, launch_best(logits, totals, count).fetch(), candidates))
+    # One search next to another, whose rows are the same in another order.
+    others = random.permutation(rows)
+    both = torch.cat([logits[others], logits])
+    other, launched = launch_best(both, [totals[others], totals], count).fetch()
+    assert all(map(np.array_equal, launched, candidates))
+    expected = select_best(logits[others], totals[others], count)
+    assert all(map(np.array_equal, other, expected))
     # By row, best first within a row; the smaller token of two equal ones.
     keys = [(row, -logprobs[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
@@ -110,8 +116,8 @@ def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
     assert np.array_equal(candidates.logprobs, logprobs[candidates.rows, candidates.token_ids])
     keys = [(row, -ruled[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
-    launched = launch_best(torch.from_numpy(logits), totals, count, rules)
-    assert all(map(np.array_equal, launched.fetch(), candidates))
+    (launched,) = launch_best(torch.from_numpy(logits), [totals], count, rules).fetch()
+    assert all(map(np.array_equal, launched, candidates))
 
     candidates = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules).fetch()
     token_ids, values = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import ChainMap, defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,21 +14,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.searches import BeamSearch, SearchSettings
-from vllm_trie.searches.device_beams import DeviceBeams
+from tests.unit.hooks.beam_runner import NUM_BLOCKS, BeamRunner
+from vllm_trie.searches import BeamSearch, Candidates, SearchSettings
 from vllm_trie.searches.engine.scheduler.beams import prefix_level, replay_levels
 from vllm_trie.searches.engine.scheduler.passes import Room, cheapest_passes
 from vllm_trie.searches.engine.scheduler.tables import BeamTables, ranged
+from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
 from vllm_trie.searches.top_k import select_best
 
 
 class Pool:
     """vLLM's block pool, of as many blocks as anybody wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
         self.free: list[int] = []
         self.num_used = 0
-        self._next = 0
+        self._next = first
 
     def get_new_blocks(self, count: int) -> list[Any]:
         self.num_used += count
@@ -43,8 +46,10 @@ class Pool:
 class Cache:
     """A KV cache in which each slot holds the tokens up to its own."""
 
-    def __init__(self, block_size: int, prompt: tuple[int, ...], reserved: int) -> None:
-        self.block_size, self.pool = block_size, Pool()
+    def __init__(
+        self, block_size: int, prompt: tuple[int, ...], reserved: int, first_block: int = 0
+    ) -> None:
+        self.block_size, self.pool = block_size, Pool(first_block)
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         num_blocks = -(-len(prompt) // block_size) + reserved
         manager = SimpleNamespace(
@@ -100,10 +105,99 @@ def test_each_beam_has_the_kv_of_its_text(block_size, prompt_len, reserved, data
             assert cache.pool.num_used == -(-prompt_len // block_size)
 
 
+class SearchAhead:
+    """A plain search, and what a device that goes on ahead of it must hold.
+
+    Args:
+        name: Of its proxy.
+        cache: Of its prompt.
+        settings: Its own.
+        next_logits: Return the logits of a number of beams.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cache: Cache,
+        prompt: tuple[int, ...],
+        settings: SearchSettings,
+        next_logits: Callable[[int], torch.Tensor],
+    ) -> None:
+        self.name, self.tables, self.prompt, self.next_logits = (
+            name,
+            cache.tables,
+            prompt,
+            next_logits,
+        )
+        self.search, self.count = BeamSearch(settings), settings.num_candidates
+        self.width, self.num_computed = settings.beam_width, len(prompt)
+        self.expected: Candidates | None = None  # of the last step
+        first = select_best(next_logits(1), self.search.totals, self.count)
+        self.children = self.search.advance(first)
+        self.runs = len(self.children) == self.width
+        if self.runs:
+            texts = [self.text_of(rank) for rank in range(self.width)]
+            cache.take_step(self.children.parents, texts)
+
+    def text_of(self, rank: int) -> tuple[int, ...]:
+        return (*self.prompt, *self.search.generated[rank].tolist())
+
+    def step(self) -> tuple[BeamStep, TokenSelection]:
+        """Return the next step: after the first one of children that the device has chosen."""
+        stops = self.search.settings.stop_token_ids
+        token_ids, suffix, totals = self.children.token_ids, self.tables.suffix, self.search.totals
+        if self.expected is not None:
+            self.num_computed += 1
+            starts_block = self.tables.starts_block(self.num_computed)
+            self.fresh = self.tables.take_fresh(self.width * starts_block)
+            token_ids, suffix, totals = None, self.fresh.reshape(self.width, -1), None
+        shared = (self.tables.shared,)
+        return (
+            BeamStep(self.name, 0, self.num_computed, token_ids, shared, (suffix,), None),
+            TokenSelection(self.name, totals, self.count, stop_token_ids=stops),
+        )
+
+    def check(self, runner: BeamRunner, kv: torch.Tensor) -> torch.Tensor:
+        """Hear of the last choice, and compare the device's beams; return logits by place."""
+        places = list(range(self.width))
+        if self.expected is not None:
+            places = runner.beams._on_device[self.name].places.tolist()
+            assert sorted(places) == list(range(self.width))
+            self.children = self.search.advance(self.expected)
+            self.runs = len(self.children) == self.width and not self.search.done
+            if not self.search.done:
+                plan = self.tables.plan(self.children.parents, self.num_computed)
+                fresh = self.fresh[: BeamTables.num_fresh(plan)]
+                self.tables.give_back(plan, fresh.tolist())
+                self.tables.apply(plan, self.num_computed, fresh)
+                self.tables.check_integrity()
+        by_rank = self.next_logits(self.width)
+        if self.search.done:
+            return by_rank
+        states = runner.req_states
+        for rank, place in enumerate(places[: len(self.children)]):
+            slot = states.req_id_to_index[f"{self.name}#{place}"]
+            assert states.last_sampled_tokens[slot] == self.children.token_ids[rank]
+            assert states.num_computed_tokens.gpu[slot] == self.num_computed
+            table = [*self.tables.shared.tolist(), *self.tables.suffix[rank].tolist()]
+            assert runner.block_tables.num_blocks.np[0, slot] == len(table)
+            assert runner.block_tables.block_tables[0].gpu[slot, : len(table)].tolist() == table
+            text, size = self.text_of(rank), self.tables.block_size
+            kv[table[self.num_computed // size], self.num_computed % size] = hash(text)
+            for position in range(self.num_computed):
+                block, offset = divmod(position, size)
+                assert kv[table[block], offset] == hash(text[: position + 1])
+        totals = np.full(self.width, -np.inf, dtype=np.float32)
+        totals[: len(self.children)] = self.search.totals
+        self.expected = select_best(by_rank, totals, self.count)
+        return torch.empty_like(by_rank).index_copy_(0, torch.tensor(places), by_rank)
+
+
 @given(
     block_size=st.integers(1, 4),
-    prompt_len=st.integers(1, 6),
-    width=st.integers(1, 6),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=4
+    ),
     vocab=st.sampled_from([3, 12, 1000]),
     spread=st.sampled_from([0.0, 0.3, 1.0, 3.0]),
     forbidden=st.sampled_from([0.0, 0.3, 0.9]),
@@ -111,69 +205,48 @@ def test_each_beam_has_the_kv_of_its_text(block_size, prompt_len, reserved, data
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=150, deadline=None)
-def test_the_device_makes_the_transitions_of_the_search(
-    block_size, prompt_len, width, vocab, spread, forbidden, num_stops, seed
+def test_the_device_makes_the_transitions_of_searches(
+    block_size, sizes, vocab, spread, forbidden, num_stops, seed
 ):
-    """Children, tables and copied tails, with ties; the search hears of each choice later."""
+    """Children, tables and copied tails, with ties; the searches hear of each choice later.
+
+    They begin one after another, and have lengths of prompts and widths of their own.
+    """
     random = np.random.default_rng(seed)
     stops = tuple(random.permutation(vocab)[:num_stops].tolist())
-    search_settings = SearchSettings(width, 8, stop_token_ids=stops, early_stopping="never")
-    search = BeamSearch(search_settings)
-    prompt = tuple(range(-prompt_len, 0))
-    cache = Cache(block_size, prompt, 0)
-    kv = torch.zeros((500, block_size), dtype=torch.int64)
+    slots: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def next_logits(rows: int) -> np.ndarray:
+    def next_logits(rows: int) -> torch.Tensor:
         logits = (random.normal(scale=8 * spread, size=(rows, vocab)).round() / 8).astype(
             np.float32
         )
         logits = logits[random.integers(rows, size=rows)]
         logits[random.random(logits.shape) < forbidden] = -np.inf
-        return logits
+        return torch.from_numpy(logits)
 
-    def text_of(rank: int) -> tuple[int, ...]:
-        return (*prompt, *search.generated[rank].tolist())
-
-    count = search_settings.num_candidates
-    first = torch.from_numpy(next_logits(1))
-    children = search.advance(select_best(first, search.totals, count))
-    if len(children) < width:
-        return
-    cache.take_step(children.parents, [text_of(rank) for rank in range(width)])
-    for (block, offset), text in cache.slots.items():
+    waiting = []
+    for number, (prompt_len, width, delay) in enumerate(sizes):
+        prompt = tuple(range(-10 * number - prompt_len, -10 * number))
+        cache = Cache(block_size, prompt, 0, NUM_BLOCKS // 4 * number)
+        search_settings = SearchSettings(width, 8, stop_token_ids=stops, early_stopping="never")
+        search = SearchAhead(str(number), cache, prompt, search_settings, next_logits)
+        slots |= cache.slots
+        waiting += [(delay, search)] if search.runs else []
+    kv = torch.zeros((NUM_BLOCKS, block_size), dtype=torch.int64)
+    for (block, offset), text in slots.items():
         kv[block, offset] = hash(text)
-    tables, num_computed = cache.tables, prompt_len
-    token_ids = children.token_ids.astype(np.int32)
-    beams = DeviceBeams(token_ids, [tables.suffix], torch.device("cpu"))
-    totals: np.ndarray | None = search.totals
-    while len(children) == width:
-        by_rank = torch.from_numpy(next_logits(width))
-        by_place = torch.empty_like(by_rank).index_copy_(0, beams.places, by_rank)
-        expected = select_best(by_rank, search.totals, count)
-        candidates = beams.launch(by_place, totals, count, stops)
-        totals, num_computed = None, num_computed + 1
-        fresh = tables.take_fresh(width * tables.starts_block(num_computed))
-        beams.take_children([fresh.reshape(width, -1)], [kv, kv], len(kv))
-        assert all(map(np.array_equal, candidates.fetch(), expected))
-        children = search.advance(expected)
-        if search.done:
+    runner = BeamRunner(torch.device("cpu"), [kv, kv])
+    for number in itertools.count():
+        running = [search for delay, search in waiting if delay <= number and search.runs]
+        if running:
+            names = runner.begin_step(*zip(*(search.step() for search in running), strict=True))
+            runner.select(names, torch.cat([search.check(runner, kv) for search in running]))
+            candidates = ChainMap(*(part.fetch() for part in runner.beams.selector.selected))
+            for search in running:
+                if not search.search.done:
+                    assert all(map(np.array_equal, candidates[search.name], search.expected))
+        elif number > 3:
             return
-        plan = tables.plan(children.parents, num_computed)
-        fresh = fresh[: BeamTables.num_fresh(plan)]
-        tables.give_back(plan, fresh.tolist())
-        tables.apply(plan, num_computed, fresh)
-        tables.check_integrity()
-        places = beams.places.tolist()
-        assert sorted(places) == list(range(width))
-        for rank, place in enumerate(places[: len(children)]):
-            assert beams.token_ids[place] == children.token_ids[rank]
-            assert beams.suffix[0][place].tolist() == tables.suffix[rank].tolist()
-            text = text_of(rank)
-            table = [*tables.shared.tolist(), *tables.suffix[rank].tolist()]
-            kv[table[num_computed // block_size], num_computed % block_size] = hash(text)
-            for position in range(num_computed):
-                block, offset = divmod(position, block_size)
-                assert kv[table[block], offset] == hash(text[: position + 1])
 
 
 @given(

@@ -6,6 +6,7 @@ returns. They come from the logits, and travel as nodes of the trie.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_trie.extras.items.selection import Selection, view
-from vllm_trie.extras.items.step import Continuations, Normalize, best_continuations
+from vllm_trie.extras.items.step import Continuations, ItemStep, Normalize, best_continuations
 from vllm_trie.extras.items.trie import ItemTrie
 from vllm_trie.extras.items.trie_file import ItemsError, open_items
 from vllm_trie.searches.engine.constraint import WorkerParts
@@ -52,22 +53,31 @@ class ItemSelection(NamedTuple):
     nodes: np.ndarray
     totals: np.ndarray
 
-    def launch(self, logits: torch.Tensor, worker: WorkerParts) -> Unfetched[Continuations]:
-        """Start the selection from float [beams, vocab].
+    def kind(self, num_beams: int) -> Normalize:
+        """Return what selections have in common that are launched together."""
+        return self.normalize
+
+    @staticmethod
+    def launch(
+        selections: Sequence[ItemSelection], logits: torch.Tensor, worker: WorkerParts
+    ) -> Unfetched[list[Continuations]]:
+        """Start selections of one kind from float [beams, vocab].
 
         Raises:
-            ItemsError: The catalogue's file is gone, or another version.
+            ItemsError: The file of a catalogue is gone, or another version.
         """
-        return best_continuations(
-            view(self._trie(worker.kept), self.selection),
-            logits,
-            self.nodes,
-            self.totals,
-            self.beam_width,
-            self.eos_token_id,
-            self.normalize,
-            self.weight_factor,
-        )
+        steps = [
+            ItemStep(
+                view(each._trie(worker.kept), each.selection),
+                each.nodes,
+                each.totals,
+                each.beam_width,
+                each.eos_token_id,
+                each.weight_factor,
+            )
+            for each in selections
+        ]
+        return best_continuations(steps, logits, selections[0].normalize)
 
     def _trie(self, kept: dict[Any, Any]) -> ItemTrie:
         """Return the catalogue; workers of other hosts than the scheduler's read the file."""

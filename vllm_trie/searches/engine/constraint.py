@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -124,12 +124,12 @@ class WorkerParts:
     Attributes:
         waits: Whether the runner may wait for the device.
         kept: What selections leave for later ones, by keys of their own.
-        beams: By proxy id the beams of groups whose children the device may choose.
+        beams: By proxy id the beams of groups whose children the device chooses.
     """
 
     waits: bool
     kept: dict[Any, Any] = field(default_factory=dict)
-    beams: Mapping[str, DeviceBeams] = field(default_factory=dict)
+    beams: DeviceBeams = field(default_factory=dict)
 
 
 class Selection(Protocol):
@@ -139,8 +139,19 @@ class Selection(Protocol):
     def proxy_id(self) -> str:
         """The request that stands for the group."""
 
-    def launch(self, logits: torch.Tensor, worker: WorkerParts) -> Unfetched[StepCandidates]:
-        """Start the selection from float [beams, vocab]."""
+    def kind(self, num_beams: int) -> Hashable:
+        """Return what groups have in common whose selections are launched together.
+
+        Args:
+            num_beams: Of the group in this step.
+        """
+
+    @staticmethod
+    def launch(
+        selections: Sequence[Any], logits: torch.Tensor, worker: WorkerParts
+    ) -> Unfetched[list[StepCandidates]]:
+        """Start selections of one kind from float [beams, vocab], the rows of one group behind
+        those of another."""
 
 
 @functools.cache

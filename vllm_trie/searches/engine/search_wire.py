@@ -12,6 +12,7 @@ sampler, with the beams' cumulative log-probabilities, and send them with the st
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_trie.hooks.wire import SPEC_KEY, extra_args_of
 from vllm_trie.searches import BeamOptions, Candidates, Draws, SearchSettings
 from vllm_trie.searches.blocks import TokenRules
+from vllm_trie.searches.device_beams import launch_children
 from vllm_trie.searches.device_step import launch_best
 from vllm_trie.searches.engine.constraint import SearchConstraint, WorkerParts, constraints
 from vllm_trie.searches.top_k import best_of_rows, launch_draws, select_best
@@ -133,8 +135,8 @@ BEAM_STEPS = "vllm_trie_beams"
 """Attribute of a ``SchedulerOutput``: a list of :class:`BeamStep`. Missing if there are none."""
 
 CANDIDATES = "vllm_trie_candidates"
-"""Attribute of a ``ModelRunnerOutput``: the candidates of each selection, None for one that
-failed."""
+"""Attribute of a ``ModelRunnerOutput``: the candidates of selections by the ids of their proxies,
+without those of selections that failed."""
 
 SELECTIONS = "vllm_trie_selections"
 """Attribute of a ``SchedulerOutput``: a list of :class:`~.constraint.Selection`. Missing if there
@@ -163,20 +165,33 @@ class TokenSelection(NamedTuple):
     draws: Draws | None = None
     stop_token_ids: tuple[int, ...] | None = None
 
-    def launch(self, logits: torch.Tensor, worker: WorkerParts) -> Unfetched[Candidates]:
-        """Start the selection from float [beams, vocab]."""
-        totals, count, rules = self.totals, self.num_candidates, self.rules
-        if self.stop_token_ids is not None:
-            beams = worker.beams[self.proxy_id]
-            return beams.launch(logits, totals, count, self.stop_token_ids)
-        if totals is None:
-            return best_of_rows(logits, count, rules)
-        if self.draws is not None:
-            return launch_draws(logits, totals, count, rules, self.draws)
+    def kind(self, num_beams: int) -> Hashable:
+        """Return what searches have in common whose selections are launched together."""
+        is_alone = self.totals is None and self.stop_token_ids is None
+        if is_alone or self.rules is not None or self.draws is not None:
+            return self.proxy_id
+        return num_beams, self.num_candidates, self.stop_token_ids
+
+    @staticmethod
+    def launch(
+        selections: Sequence[TokenSelection], logits: torch.Tensor, worker: WorkerParts
+    ) -> Unfetched[list[Candidates]]:
+        """Start selections of one kind from float [searches * beams, vocab]."""
+        _, first, count, rules, draws, stop_token_ids = selections[0]
+        if stop_token_ids is not None:
+            of_searches = [(selection.proxy_id, selection.totals) for selection in selections]
+            return launch_children(worker.beams, of_searches, logits, count, stop_token_ids)
+        if first is None:
+            return best_of_rows(logits, count, rules).then(lambda candidates: [candidates])
+        if draws is not None:
+            drawn = launch_draws(logits, first, count, rules, draws)
+            return drawn.then(lambda candidates: [candidates])
+        totals = [part for selection in selections if (part := selection.totals) is not None]
         if not worker.waits:
             return launch_best(logits, totals, count, rules)
-        candidates = select_best(logits.cpu(), totals, count, rules)
-        return Unfetched((), lambda: candidates)
+        parts = zip(logits.cpu().split(len(first)), totals, strict=True)
+        selected = [select_best(*part, count, rules) for part in parts]
+        return Unfetched((), lambda: selected)
 
 
 class BeamStep(NamedTuple):

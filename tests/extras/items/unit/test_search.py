@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,9 +23,13 @@ from tests.unit.beam.models import extended, random_model, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
 from vllm_trie.extras.items.search import ItemSearch
 from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
-from vllm_trie.extras.items.step import best_continuations
+from vllm_trie.extras.items.step import ItemStep, best_continuations
+from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.lab.tiny_model import model_path
-from vllm_trie.searches import SearchSettings
+from vllm_trie.searches import Draws, SearchSettings
+from vllm_trie.searches.blocks import TokenRules
+from vllm_trie.searches.engine.search_wire import TokenSelection
+from vllm_trie.searches.engine.worker.selection import Selector
 
 EOS = 0
 VOCAB = 9
@@ -36,10 +43,10 @@ def run_items(
     search = ItemSearch(trie, search_settings, eos, weight_factor)
     rows = [[]]
     while not search.search.done:
-        candidates = best_continuations(
-            trie, next_logits(rows), search.nodes, search.search.totals, search_settings.beam_width,
-            eos, normalize, weight_factor,
-        ).fetch()  # fmt: skip
+        step = ItemStep(
+            trie, search.nodes, search.search.totals, search_settings.beam_width, eos, weight_factor
+        )
+        (candidates,) = best_continuations([step], next_logits(rows), normalize).fetch()
         rows = extended(rows, search.advance(candidates))
         tree = getattr(trie, "trie", trie)
         assert [tree.find(np.array(row)) for row in rows] == search.nodes.tolist()
@@ -193,3 +200,58 @@ def test_equals_hugging_face(tmp_path, width, count, lengths, eos, early_stoppin
     )  # fmt: skip
     assert tokens_of(hypotheses) == tokens_of(expected)
     np.testing.assert_allclose(scores_of(hypotheses), scores_of(expected), atol=1e-4)
+
+
+def nodes_at(trie, random, count: int) -> np.ndarray:
+    """Nodes of one depth, some of them twice."""
+    nodes = np.array([0], dtype=np.int32)
+    for _ in range(random.integers(trie.max_length - 1)):
+        nodes = trie.children(nodes).nodes
+    return random.choice(nodes, size=count)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_searches_of_one_step_do_not_see_one_another(catalogues, caplog, waits, seed):
+    """Of several widths, inside catalogues and free, with ties; one whose catalogue is gone."""
+    random = np.random.default_rng(seed)
+    selections: list[Any] = []
+    rows: dict[str, np.ndarray] = {}
+    kept = {(ItemSelection, str(i)): {"": trie} for i, (trie, _) in enumerate(catalogues)}
+    for number, width in enumerate([2, 5, 5, 1, 5, 3, 5, 2, 5, 5, 7, 7]):
+        name, totals = str(number), -random.random(width).round(1).astype(np.float32)
+        rows[name] = sum(map(len, rows.values())) + np.arange(width)
+        if number % 2:
+            i = random.integers(len(catalogues))
+            eos, weight = [None, EOS][number // 2 % 2], float(random.choice([0.0, 2.0]))
+            nodes = nodes_at(catalogues[i][0], random, width)
+            normalize = ["vocabulary", "valid"][number // 4 % 2]
+            selections.append(ItemSelection(
+                str(i), "", "", width, eos, normalize, name, None, weight, nodes, totals
+            ))  # fmt: skip
+        else:
+            bias = TokenRules(np.arange(3), np.ones(3, dtype=np.float32), None)
+            rules, draws = bias if number == 4 else None, Draws(1.5, 7) if number == 6 else None
+            stops = None if rules or draws or waits else (0,)
+            selections.append(TokenSelection(name, totals, 2 * width, rules, draws, stops))
+    selections.append(selections[1]._replace(path="gone", memory="gone", proxy_id="gone"))
+    rows["gone"] = rows["1"]
+    if seed % 2:  # their rows are not one behind another
+        order = random.permutation(60)
+        rows = {name: order[of_search] for name, of_search in rows.items()}
+    logits = torch.from_numpy(random.normal(size=(60, 40)).round(1).astype(np.float32))
+
+    def selected(selections: list[Any]) -> dict[str, Any]:
+        selector = Selector(waits)
+        selector._parts.kept |= kept
+        selector.selections = selections
+        selector.select({}, logits, rows)
+        return dict(ChainMap(*(part.fetch() for part in selector.selected)))
+
+    together = selected(selections)
+    assert len(together) == 12
+    assert "A beam search fails" in caplog.text
+    for selection in selections[:-1]:
+        (alone,) = selected([selection]).values()
+        for one, other in zip(together[selection.proxy_id], alone, strict=True):
+            np.testing.assert_array_equal(one, other)

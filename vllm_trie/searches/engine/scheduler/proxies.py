@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy, GroupBeams
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
 from vllm_trie.searches.engine.scheduler.tables import RangedCopies, check_references, ranged
-from vllm_trie.searches.engine.search_wire import BEAM_STEPS, CANDIDATES, SELECTIONS, BeamStep
+from vllm_trie.searches.engine.search_wire import BEAM_STEPS, CANDIDATES, BeamStep
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -119,9 +119,7 @@ def take_outputs(
     prompts = {i: of_proxy[i] for i in scheduled if i in of_proxy}
     rest = copy(scheduler_output)
     rest.num_scheduled_tokens = {i: n for i, n in scheduled.items() if i not in prompts}
-    selections = getattr(scheduler_output, SELECTIONS, ())
-    proxy_ids = (selection.proxy_id for selection in selections)
-    candidates = dict(zip(proxy_ids, getattr(model_output, CANDIDATES, ()), strict=False))
+    candidates = getattr(model_output, CANDIDATES, {})
     ready: list[BeamGroup] = []
     for step in getattr(scheduler_output, BEAM_STEPS, ()):
         if (group := of_proxy.get(step.proxy_id)) is None:

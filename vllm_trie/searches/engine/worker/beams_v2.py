@@ -11,21 +11,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.async_utils import stream
 
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.hooks.ledger.record import TOKEN_LISTS, Result, of_beams
 from vllm_trie.hooks.wire import internal_params
-from vllm_trie.searches.device_beams import DeviceBeams
+from vllm_trie.searches.device_beams import DeviceBeams, copy_blocks, move_rows
 from vllm_trie.searches.engine.search_wire import BEAM_STEPS, SELECTIONS, BeamStep
 from vllm_trie.searches.engine.worker.selection import Selector, send
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.mm.rope import RopeState
@@ -44,6 +45,34 @@ _PREFILLED = [0]
 """Tokens that a beam has for the runner, whatever its text: it decodes, and prefills nothing."""
 
 
+@dataclass
+class _Group:
+    """The slots of a group.
+
+    Attributes:
+        names: Of its beams.
+        delta: Of M-RoPE's positions behind the prompt.
+        indices: int64 [beams], their slots; None where they are not known.
+        shared: By KV cache group the blocks of the prompt that the first `num_shared` slots have.
+    """
+
+    names: list[str] = field(default_factory=list)
+    delta: int = 0
+    indices: np.ndarray | None = None
+    shared: tuple[np.ndarray, ...] = ()
+    num_shared: int = 0
+
+    def lacks(self, step: BeamStep) -> bool:
+        """Return whether a slot of a step has other blocks of the prompt, and note that it gets
+        those of the step."""
+        lacks = step.num_beams > self.num_shared or not all(
+            map(np.array_equal, self.shared, step.shared)
+        )
+        if lacks:
+            self.shared, self.num_shared = step.shared, step.num_beams
+        return lacks
+
+
 class BeamSlots:
     """Owner of the slots of a runner's request states that are beams.
 
@@ -53,10 +82,8 @@ class BeamSlots:
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
-        self._names: dict[str, list[str]] = {}  # by proxy id
-        self._indices: dict[str, np.ndarray] = {}
-        self._deltas: dict[str, int] = {}  # of M-RoPE's positions behind the prompt
-        self._on_device: dict[str, DeviceBeams] = {}
+        self._groups: dict[str, _Group] = {}  # by proxy id
+        self._on_device: DeviceBeams = {}
         self.selector = Selector(waits=False, beams=self._on_device)
         self._steps: Sequence[BeamStep] = ()
 
@@ -67,7 +94,7 @@ class BeamSlots:
     def add_to(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Return a step with the beams of its groups, for which slots are added and removed."""
         self._steps = steps = getattr(scheduler_output, BEAM_STEPS, ())
-        ended = self._names.keys() & scheduler_output.finished_req_ids
+        ended = self._groups.keys() & scheduler_output.finished_req_ids
         if not steps and not ended:
             return scheduler_output
         result = copy(scheduler_output)
@@ -75,18 +102,17 @@ class BeamSlots:
         result.scheduled_new_reqs = [*scheduler_output.scheduled_new_reqs]
         result.num_scheduled_tokens = {**scheduler_output.num_scheduled_tokens}
         for proxy_id in ended:
-            result.finished_req_ids.update(self._names.pop(proxy_id))
-            self._indices.pop(proxy_id, None)
-            self._deltas.pop(proxy_id, None)
+            result.finished_req_ids.update(self._groups.pop(proxy_id).names)
             self._on_device.pop(proxy_id, None)
         for step in steps:
-            if step.proxy_id not in self._names:
-                self._names[step.proxy_id] = []
+            group = self._groups.get(step.proxy_id)
+            if group is None:
+                group = self._groups[step.proxy_id] = _Group()
                 if self._rope is not None:
                     index = self._runner.req_states.req_id_to_index[step.proxy_id]
-                    self._deltas[step.proxy_id] = self._rope.prefill_delta.np[index]
+                    group.delta = self._rope.prefill_delta.np[index]
                 result.finished_req_ids.add(step.proxy_id)
-            names = self._names[step.proxy_id]
+            names = group.names
             num_groups = len(step.shared)
             for i in range(len(names), step.num_beams):
                 names.append(f"{step.proxy_id}#{i}")
@@ -103,47 +129,96 @@ class BeamSlots:
                         prefill_token_ids=_PREFILLED,
                     )
                 )
-                self._indices.pop(step.proxy_id, None)
+                group.indices = None
             names = names[: step.num_beams]
             result.num_scheduled_tokens.update(dict.fromkeys(names, 1))
         return result
 
     def write(self) -> None:
         """Write the beams of the step into their slots, when the runner's requests are updated."""
-        states, tables = self._runner.req_states, self._runner.block_tables
-        device = self._runner.device
-        for step in self._steps:
-            indices = self._indices_of(step)
-            slots = to_device(indices, device)
-            if step.token_ids is None:
-                beams = self._on_device[step.proxy_id]
-                num_blocks = self._runner.kv_cache_config.num_blocks
-                beams.take_children(step.suffix, self._runner.kv_caches, num_blocks)
-            else:
-                beams = DeviceBeams(step.token_ids, step.suffix, device)
-                self._on_device[step.proxy_id] = beams
-            states.num_computed_tokens_np[indices] = step.num_computed
-            states.num_computed_tokens.gpu.index_fill_(0, slots, step.num_computed)
-            states.total_len.gpu.index_fill_(0, slots, len(_PREFILLED))
-            states.last_sampled_tokens[slots, 0] = beams.token_ids
-            for i, (shared, suffix) in enumerate(zip(step.shared, beams.suffix, strict=True)):
-                first, end = len(shared), len(shared) + suffix.shape[1]
-                table = tables.block_tables[i].gpu
-                if step.token_ids is not None:
-                    table[slots, :first] = to_device(shared, device)
-                table[slots, first:end] = suffix
-                tables.num_blocks.np[i, indices] = end
+        # All searches at once: whatever the device does, each call takes the host its time.
+        if known := [step for step in self._steps if step.token_ids is not None]:
+            self._write_known(known)
+        if ahead := [step for step in self._steps if step.token_ids is None]:
+            self._write_children(ahead)
+
+    def _write_known(self, steps: Sequence[BeamStep]) -> None:
+        """Write beams that the scheduler sends."""
+        tables = self._runner.block_tables
+        indices = [self._indices_of(step) for step in steps]
+        lacking = [self._groups[step.proxy_id].lacks(step) for step in steps]
+        arrays = [np.concatenate([step.token_ids for step in steps])]
+        for i, table in enumerate(tables.block_tables):
+            of_cells, block_ids = [], []
+            for step, of_step, lacks in zip(steps, indices, lacking, strict=True):
+                shared, suffix = step.shared[i], step.suffix[i]
+                first, end = 0 if lacks else len(shared), len(shared) + suffix.shape[1]
+                missing = np.broadcast_to(shared[first:], (len(of_step), len(shared) - first))
+                block_ids.append(np.concatenate([missing, suffix], axis=1).ravel())
+                rows = of_step[:, None] * table.gpu.shape[1]
+                of_cells.append((rows + np.arange(first, end)).ravel())
+                tables.num_blocks.np[i, of_step] = end
+            arrays += [np.concatenate(of_cells), np.concatenate(block_ids)]
+        slots, token_ids, *blocks = self._write_lengths(steps, np.concatenate(indices), arrays)
+        self._runner.req_states.last_sampled_tokens[:, 0].index_copy_(0, slots, token_ids)
+        for i, table in enumerate(tables.block_tables):
+            cells, values = blocks[2 * i : 2 * i + 2]
+            table.gpu.view(-1).index_copy_(0, cells, values.int())
+
+    def _write_children(self, steps: Sequence[BeamStep]) -> None:
+        """Write the children that the device has chosen, and copy the tails of those that move."""
+        runner, tables = self._runner, self._runner.block_tables
+        indices = np.concatenate([self._indices_of(step) for step in steps])
+        counts = [step.num_beams for step in steps]
+        arrays = [np.repeat(np.cumsum(counts) - counts, counts)]
+        ends = []
+        for i in range(len(tables.block_tables)):
+            num_fresh = np.repeat([step.suffix[i].shape[1] for step in steps], counts)
+            fresh = np.full(len(indices), -1)
+            fresh[num_fresh > 0] = np.concatenate([step.suffix[i].ravel() for step in steps])
+            tables.num_blocks.np[i, indices] += num_fresh
+            tails = tables.num_blocks.np[i, indices] - 1
+            ends.append(int(tails.max()) + 1)
+            arrays += [tails, fresh]
+        slots, firsts, *blocks = self._write_lengths(steps, indices, arrays)
+        children = [self._on_device[step.proxy_id] for step in steps]
+        sources = slots[torch.cat([part.sources for part in children]) + firsts]
+        targets = slots[torch.cat([part.places for part in children]) + firsts]
+        token_ids = torch.cat([part.token_ids for part in children])
+        runner.req_states.last_sampled_tokens[:, 0].index_copy_(0, targets, token_ids)
+        copies = [
+            move_rows(table.gpu[:, :end], sources, targets, *blocks[2 * i : 2 * i + 2])
+            for i, (table, end) in enumerate(zip(tables.block_tables, ends, strict=True))
+        ]
+        copied, own = map(torch.cat, zip(*copies, strict=True))
+        copy_blocks(runner.kv_caches, runner.kv_cache_config.num_blocks, copied, own)
+
+    def _write_lengths(
+        self, steps: Sequence[BeamStep], indices: np.ndarray, arrays: Sequence[np.ndarray]
+    ) -> Sequence[torch.Tensor]:
+        """Write the lengths of beams with int64 [beams] slots; return slots and arrays as int64 on
+        the device, with one copy."""
+        states, device = self._runner.req_states, self._runner.device
+        counts = [step.num_beams for step in steps]
+        num_computed = np.repeat([step.num_computed for step in steps], counts)
+        states.num_computed_tokens_np[indices] = num_computed
+        arrays = [indices, num_computed, *arrays]
+        together = to_device(np.concatenate(arrays), device)
+        slots, lengths, *rest = together.split([len(array) for array in arrays])
+        states.num_computed_tokens.gpu.index_copy_(0, slots, lengths.int())
+        states.total_len.gpu.index_fill_(0, slots, len(_PREFILLED))
+        return [slots, *rest]
 
     def _indices_of(self, step: BeamStep) -> np.ndarray:
         """Return int64 [beams], the slots of a group's beams."""
-        indices = self._indices.get(step.proxy_id)
-        if indices is None:
-            names, index_of = self._names[step.proxy_id], self._runner.req_states.req_id_to_index
-            indices = self._indices[step.proxy_id] = np.array([index_of[name] for name in names])
+        group = self._groups[step.proxy_id]
+        if group.indices is None:
+            index_of = self._runner.req_states.req_id_to_index
+            group.indices = np.array([index_of[name] for name in group.names])
             if self._rope is not None:
-                self._rope.prefill_delta.np[indices] = self._deltas[step.proxy_id]
+                self._rope.prefill_delta.np[group.indices] = group.delta
                 self._rope.prefill_delta.copy_to_uva()
-        return indices[: step.num_beams]
+        return group.indices[: step.num_beams]
 
     def select(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start the selection of the step's candidates, and their copies to the host.
@@ -160,7 +235,7 @@ class BeamSlots:
         first_rows = dict(zip(batch.req_ids, batch.cu_num_logits_np.tolist(), strict=False))
         rows_of_beams = {
             step.proxy_id: np.array(
-                [first_rows[name] for name in self._names[step.proxy_id][: step.num_beams]]
+                [first_rows[name] for name in self._groups[step.proxy_id].names[: step.num_beams]]
             )
             for step in self._steps
         }
@@ -168,7 +243,7 @@ class BeamSlots:
         main, copies = self._runner.main_stream, self._runner.output_copy_stream
         with stream(copies, main):
             copies.wait_stream(main)
-            self.selector.selected = [each and each.copied() for each in self.selector.selected]
+            self.selector.selected = [each.copied() for each in self.selector.selected]
 
 
 def beams_of(runner: GPUModelRunner) -> BeamSlots:
@@ -234,7 +309,7 @@ def sample_tokens(
 
 
 def _with(
-    selected: Sequence[Unfetched[StepCandidates] | None], get_output: Callable[[], Any]
+    selected: Sequence[Unfetched[dict[str, StepCandidates]]], get_output: Callable[[], Any]
 ) -> Any:
     """Return a step's output with the candidates, whose copies came before those of its own."""
     output = get_output()

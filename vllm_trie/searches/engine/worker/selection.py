@@ -11,7 +11,7 @@ before sampling and travel in an attribute of their own, which no other request'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -35,18 +35,18 @@ class Selector:
 
     Args:
         waits: Whether the runner may wait for the device.
-        beams: Proxy id to the beams of groups whose children the device may choose; stays the
-            owner's.
+        beams: Proxy id to the beams of groups whose children the device chooses; stays the owner's.
 
     Attributes:
         selections: What the scheduler asks for; empty once it is selected.
-        selected: The candidates of each selection of the step; None for one that failed.
+        selected: The candidates of the step by proxy id, without those of selections that failed.
+            Those that were launched together are together.
     """
 
-    def __init__(self, waits: bool, beams: Mapping[str, DeviceBeams] | None = None) -> None:
+    def __init__(self, waits: bool, beams: DeviceBeams | None = None) -> None:
         self._parts = WorkerParts(waits, beams={} if beams is None else beams)
         self.selections: list[Selection] = []
-        self.selected: list[Unfetched[StepCandidates] | None] = []
+        self.selected: list[Unfetched[dict[str, StepCandidates]]] = []
 
     def select(
         self,
@@ -64,35 +64,49 @@ class Selector:
         """
         selections, self.selections, self.selected = self.selections, [], []
         num_requests = 0
+        batches: dict[Hashable, list[tuple[Selection, np.ndarray]]] = {}
         for selection in selections:
             rows = rows_of_beams.get(selection.proxy_id)
             if rows is None:
                 num_requests += 1
                 rows = np.array([row_of[selection.proxy_id]])
-            launch = functools.partial(self._launch, selection, rows, logits)
-            self.selected.append(_unless_it_fails(launch))
+            key = type(selection), selection.kind(len(rows))
+            batches.setdefault(key, []).append((selection, rows))
+        for batch in batches.values():
+            try:
+                self.selected.append(self._launch(batch, logits))
+            except Exception:  # of one of them; each alone, that one is seen
+                for part in batch:
+                    launched = _unless_it_fails(functools.partial(self._launch, [part], logits))
+                    self.selected += [] if launched is None else [launched]
         return num_requests
 
     def _launch(
-        self, selection: Selection, rows: np.ndarray, logits: torch.Tensor
-    ) -> Unfetched[StepCandidates]:
-        """Start the selection of a group with the int64 [beams] rows of its beams' logits."""
+        self, batch: Sequence[tuple[Selection, np.ndarray]], logits: torch.Tensor
+    ) -> Unfetched[dict[str, StepCandidates]]:
+        """Start selections of one kind, with the int64 [beams] rows of each group's logits."""
+        selections = [selection for selection, _ in batch]
+        rows = np.concatenate([rows for _, rows in batch])
         first, count = int(rows[0]), len(rows)
         if np.array_equal(rows, np.arange(first, first + count)):
             logits = logits[first : first + count]
         else:
             logits = logits[to_device(rows, logits.device)]
-        return selection.launch(logits, self._parts)
+        launched = selections[0].launch(selections, logits, self._parts)
+        names = [selection.proxy_id for selection in selections]
+        return launched.then(lambda candidates: dict(zip(names, candidates, strict=True)))
 
 
-def send(selected: Sequence[Unfetched[StepCandidates] | None], output: object) -> None:
+def send(selected: Sequence[Unfetched[dict[str, StepCandidates]]], output: object) -> None:
     """Attach candidates to the output of their step; waits for the device."""
-    candidates = [unfetched and _unless_it_fails(unfetched.fetch) for unfetched in selected]
+    candidates: dict[str, StepCandidates] = {}
+    for unfetched in selected:
+        candidates |= _unless_it_fails(unfetched.fetch) or {}
     setattr(output, CANDIDATES, candidates)
 
 
 def _unless_it_fails(work: Callable[[], _Result]) -> _Result | None:
-    """Return what work for one search returns, None if it fails; the scheduler sees that."""
+    """Return what work for a search returns, None if it fails; the scheduler sees that."""
     try:
         return work()
     except Exception as error:
