@@ -149,13 +149,16 @@ def _check(
 
 
 def _layers_to_check(runner: Any) -> Iterator[CheckedLayer]:
-    """Yield one layer of each shape and layout."""
+    """Yield one layer of each shape and layout, of those that trees go through: a trained drafter's
+    may have another backend."""
     layers: Mapping[str, Any] = runner.compilation_config.static_forward_context
     seen = set()
     for groups in runner.attn_groups:
         for group in groups:
             for name in group.layer_names:
                 layer = layers[name]
+                if not getattr(layer.impl, "attends_to_trees", False):
+                    continue
                 cache = layer.kv_cache
                 is_quantized = cache.dtype == torch.uint8
                 if cache.dtype != runner.dtype and not is_quantized:

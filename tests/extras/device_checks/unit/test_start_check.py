@@ -24,7 +24,7 @@ from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
 from vllm_trie.drafts.engine.workers import drafting_worker
-from vllm_trie.extras.device_checks import start_check
+from vllm_trie.extras.device_checks import gpu_check, start_check
 from vllm_trie.tree import TokenTree
 
 MARGINS = [{7: 0.0, 9: 0.1}, {8: 0.0, 3: 2.0}]
@@ -276,3 +276,13 @@ def test_a_refused_drafter_is_counted_and_said_once(caplog) -> None:
         assert tree.num_nodes == 0
         guard.release(str(number), request)
     assert not guard._unreleased
+
+
+def test_layers_that_get_no_trees_are_not_checked() -> None:
+    """A trained drafter's, which may have a backend of their own."""
+    layers = {"of a drafter": SimpleNamespace(impl=SimpleNamespace())}
+    runner = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        attn_groups=[[SimpleNamespace(layer_names=[*layers])]],
+    )
+    assert not [*gpu_check._layers_to_check(runner)]
