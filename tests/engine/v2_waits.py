@@ -49,10 +49,12 @@ class HostReads(TorchFunctionMode):
         on_host = bool(tensors) and _is_on_host(tensors[0])
         if name in _READS:
             self.count += bool(tensors) and not on_host
-        elif name == "__getitem__":
+        elif name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            masks = [i for i in index if getattr(i, "dtype", None) == torch.bool]
-            self.count += bool(masks) and not on_host
+            read = [i for i in index if isinstance(i, torch.Tensor) and not i.dim()]  # as a number
+            if name == "__getitem__":
+                read += [i for i in index if getattr(i, "dtype", None) == torch.bool]
+            self.count += bool(read) and not on_host
         elif name == "copy_":
             self.count += on_host != _is_on_host(tensors[-1]) and not kwargs.get("non_blocking")
         elif name == "to" and (target := _device_in((*args[1:], kwargs.get("device")))):
