@@ -258,7 +258,7 @@ def trees(device: torch.device) -> None:
 
 
 def beams(device: torch.device, count: int = 1, items: ItemTrie | None = None) -> list[str]:
-    """Three steps of searches, the last one with new tail blocks; return the second's calls.
+    """Four steps of searches, the last one with new tail blocks; return the third's calls.
 
     Args:
         device: Where they run.
@@ -268,13 +268,13 @@ def beams(device: torch.device, count: int = 1, items: ItemTrie | None = None) -
     width, prompt = 4, np.array([1, 2], dtype=np.int32)  # of one number a copy would be real
     tails = np.arange(3, 3 + width, dtype=np.int32)[:, None]
     caches = [torch.zeros(NUM_BLOCKS, 2, 4, 6, device=device) for _ in range(LAYERS)]
-    runner, of_second = BeamRunner(device, caches), list[str]()
+    runner, of_third = BeamRunner(device, caches), list[str]()
     totals = np.zeros(width, dtype=np.float32)
-    for number in range(3):
+    for number in range(4):
         steps, selections = list[BeamStep](), list[Any]()
         for proxy in map(str, range(count)):
             is_ahead = number > 0 and items is None
-            suffix = tails[:, : number // 2] if is_ahead else tails
+            suffix = tails[:, : number // 3] if is_ahead else tails
             token_ids = None if is_ahead else tails[:, 0]
             steps.append(BeamStep(proxy, 32, 32 + number, token_ids, (prompt,), (suffix,), None))
             known = None if is_ahead else totals
@@ -289,9 +289,9 @@ def beams(device: torch.device, count: int = 1, items: ItemTrie | None = None) -
         before = len(StepsOnDevice.calls)
         names = runner.begin_step(steps, selections)
         runner.select(names, torch.zeros(count * width, VOCAB, device=device))
-        if number == 1:
-            of_second = StepsOnDevice.calls[before:]
-    return of_second
+        if number == 2:
+            of_third = StepsOnDevice.calls[before:]
+    return of_third
 
 
 def launches_of_searches(device: torch.device) -> dict[str, dict[str, int]]:

@@ -69,7 +69,7 @@ def move_rows(
     targets: torch.Tensor,
     tails: torch.Tensor,
     fresh: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Give children the blocks of their parents, and tail blocks of their own.
 
     Args:
@@ -79,8 +79,8 @@ def move_rows(
         fresh: int64 [beams], a new tail block, -1 for the tail block of the child's slot.
 
     Returns:
-        int64 [beams] twice, the blocks that the tails begin as, and the tails. Those that begin as
-        they are stand for none.
+        int64 [2, beams], the blocks to copy to the tails, and the tails: themselves where nothing
+        is to be copied.
     """
     is_fresh = fresh >= 0
     own = torch.where(is_fresh, fresh, table[targets, tails])
@@ -88,22 +88,4 @@ def move_rows(
     rows = table[sources]
     rows.scatter_(1, tails[:, None], own[:, None].int())
     table.index_copy_(0, targets, rows)
-    return copied, own
-
-
-def copy_blocks(
-    kv_caches: Sequence[torch.Tensor],
-    num_blocks: int,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-) -> None:
-    """Copy blocks in all layers as vLLM does, with ids that only the device knows.
-
-    Args:
-        kv_caches: Changed; a layer that shares another's cache is copied once.
-        num_blocks: Of the scheduler, each one or more of a cache's.
-        sources, targets: int [copies], distinct targets; no target is another copy's source.
-    """
-    for cache in {cache.data_ptr(): cache for cache in kv_caches}.values():
-        blocks = torch.unflatten(cache, 0, (num_blocks, -1))  # a view
-        blocks[targets] = blocks[sources]
+    return torch.stack([copied, own])

@@ -27,6 +27,7 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 # isort: split
 
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -41,7 +42,7 @@ from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
 from vllm_trie.extras.device_checks import search_check
 from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
-from vllm_trie.searches.engine.worker import beams_v2
+from vllm_trie.searches.engine.worker.device_copies import BlockCopier
 
 
 class Load(NamedTuple):
@@ -176,10 +177,31 @@ def check_at_start(llm: LLM) -> tuple[str | None, bool, str | None, str | None]:
 
     passed = passes_at_start(llm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beams_v2, "copy_blocks", lambda *arguments: None)
+        patch.setattr(BlockCopier, "copy", lambda *arguments: None)
         without_copies, _ = passes_at_start(llm)
-        patch.setattr(beams_v2, "copy_blocks", fault)
+        patch.setattr(BlockCopier, "copy", fault)
         return *passed, without_copies, passes_at_start(llm)[0]
+
+
+def check_copies() -> None:
+    """Copies of blocks in caches of several layouts, against torch's."""
+    whole = torch.arange(12 * 2 * 3 * 4 * 6).view(12, 2, 3, 4, 6).float()
+    layouts = [
+        whole[:, 0],
+        whole.permute(0, 3, 1, 2, 4),
+        whole.transpose(0, 1).contiguous().transpose(0, 1),  # a half of each block behind all
+        whole[..., :4],
+        whole.view(6, 2, -1)[:, 1].bfloat16(),
+    ]
+    caches = [layout.clone(memory_format=torch.preserve_format) for layout in layouts]
+    caches[3] = torch.empty_like(whole).copy_(whole)[..., :4]
+    expected = [cache.clone().unflatten(0, (6, -1)) for cache in caches]
+    sources, targets = torch.tensor([[1, 3, 3, 4], [1, 0, 5, 2]])
+    for cache in expected:
+        cache[targets] = cache[sources]
+    BlockCopier([*caches, caches[0]], 6).copy(torch.stack([sources, targets]))
+    for cache, copied in zip(caches, expected, strict=True):
+        assert torch.equal(cache, copied.flatten(0, 1))
 
 
 @contextmanager
@@ -239,6 +261,7 @@ _kept: list[LLM] = []
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     v2_on_cpu.let_streams_idle()
+    check_copies()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         catalogue = str(write(Path(folder) / "items", ITEMS))

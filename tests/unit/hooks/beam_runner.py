@@ -50,11 +50,21 @@ class BeamRunner:
         )
         self._free = np.random.default_rng(0).permutation(num_slots).tolist()
         self.beams = beams_v2.BeamSlots(self)  # type: ignore[arg-type]
+        if device.type == "cpu":  # without Triton
+            self.beams._copy = self._copy  # type: ignore[method-assign]
+
+    def _copy(self, copies: torch.Tensor) -> None:
+        """Do what a kernel does on a device."""
+        for cache in {cache.data_ptr(): cache for cache in self.kv_caches}.values():
+            cache[copies[1]] = cache[copies[0]]
 
     def begin_step(self, steps: Sequence[BeamStep], selections: Sequence[Any]) -> list[str]:
         """Take a step's beams in; return their names in the order of the batch."""
         step: Any = SimpleNamespace(
-            finished_req_ids=set(), scheduled_new_reqs=[], num_scheduled_tokens={}
+            finished_req_ids=set(),
+            scheduled_new_reqs=[],
+            num_scheduled_tokens={},
+            kv_cache_block_copies=None,
         )
         setattr(step, BEAM_STEPS, steps)
         step = self.beams.add_to(step)

@@ -21,12 +21,15 @@ from vllm.v1.worker.gpu.async_utils import stream
 
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.hooks.ledger.record import TOKEN_LISTS, Result, of_beams
+from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import internal_params
-from vllm_trie.searches.device_beams import DeviceBeams, copy_blocks, move_rows
+from vllm_trie.searches.device_beams import DeviceBeams, move_rows
 from vllm_trie.searches.engine.search_wire import BEAM_STEPS, SELECTIONS, BeamStep
+from vllm_trie.searches.engine.worker.device_copies import BlockCopier, warm_up
 from vllm_trie.searches.engine.worker.selection import Selector, send
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.mm.rope import RopeState
@@ -86,6 +89,9 @@ class BeamSlots:
         self._on_device: DeviceBeams = {}
         self.selector = Selector(waits=False, beams=self._on_device)
         self._steps: Sequence[BeamStep] = ()
+        self._copies: Sequence[KVCacheBlockCopy] = ()
+        self._addresses: list[int] = []  # of the copier's caches
+        self._copier: BlockCopier | None = None
 
     @property
     def _rope(self) -> RopeState | None:
@@ -94,6 +100,7 @@ class BeamSlots:
     def add_to(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Return a step with the beams of its groups, for which slots are added and removed."""
         self._steps = steps = getattr(scheduler_output, BEAM_STEPS, ())
+        self._copies = ()
         ended = self._groups.keys() & scheduler_output.finished_req_ids
         if not steps and not ended:
             return scheduler_output
@@ -101,6 +108,9 @@ class BeamSlots:
         result.finished_req_ids = {*scheduler_output.finished_req_ids}
         result.scheduled_new_reqs = [*scheduler_output.scheduled_new_reqs]
         result.num_scheduled_tokens = {**scheduler_output.num_scheduled_tokens}
+        if steps:
+            self._copies = scheduler_output.kv_cache_block_copies or ()
+            result.kv_cache_block_copies = None
         for proxy_id in ended:
             result.finished_req_ids.update(self._groups.pop(proxy_id).names)
             self._on_device.pop(proxy_id, None)
@@ -137,10 +147,22 @@ class BeamSlots:
     def write(self) -> None:
         """Write the beams of the step into their slots, when the runner's requests are updated."""
         # All searches at once: whatever the device does, each call takes the host its time.
+        if self._copies:
+            copies = np.ascontiguousarray(np.array(self._copies, dtype=np.int64).T)
+            self._copy(to_device(copies, self._runner.device))
         if known := [step for step in self._steps if step.token_ids is not None]:
             self._write_known(known)
         if ahead := [step for step in self._steps if step.token_ids is None]:
             self._write_children(ahead)
+
+    def _copy(self, copies: torch.Tensor) -> None:
+        """Copy KV blocks as :meth:`BlockCopier.copy`."""
+        caches = self._runner.kv_caches
+        addresses = [cache.data_ptr() for cache in caches]
+        if self._copier is None or self._addresses != addresses:
+            self._addresses = addresses
+            self._copier = BlockCopier(caches, self._runner.kv_cache_config.num_blocks)
+        self._copier.copy(copies)
 
     def _write_known(self, steps: Sequence[BeamStep]) -> None:
         """Write beams that the scheduler sends."""
@@ -190,8 +212,7 @@ class BeamSlots:
             move_rows(table.gpu[:, :end], sources, targets, *blocks[2 * i : 2 * i + 2])
             for i, (table, end) in enumerate(zip(tables.block_tables, ends, strict=True))
         ]
-        copied, own = map(torch.cat, zip(*copies, strict=True))
-        copy_blocks(runner.kv_caches, runner.kv_cache_config.num_blocks, copied, own)
+        self._copy(torch.cat(copies, dim=1))
 
     def _write_lengths(
         self, steps: Sequence[BeamStep], indices: np.ndarray, arrays: Sequence[np.ndarray]
@@ -251,6 +272,8 @@ def beams_of(runner: GPUModelRunner) -> BeamSlots:
     beams: BeamSlots | None = vars(runner).get(_BEAMS)
     if beams is None:
         beams = vars(runner)[_BEAMS] = BeamSlots(runner)
+        if reason_off(runner.vllm_config) is None:
+            warm_up(runner.device)
     return beams
 
 
