@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_trie.drafts import Drafter, available_methods, registry
 from vllm_trie.drafts.drafter import DrafterOptions
@@ -340,3 +342,18 @@ def test_bugs_keep_their_traceback_where_refusals_become_a_line(monkeypatch, cap
 )
 def test_the_checks_raise_what_is_shown_as_a_line(path):
     assert "raise ValueError" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "num_lookahead", "is_v2", "is_off"),
+    [(2, 4, True, True), (1, 4, True, False), (2, 0, True, False), (2, 4, False, False)],
+)
+def test_beams_beside_drafters_that_write_behind_them(num_groups, num_lookahead, is_v2, is_off):
+    group = SimpleNamespace(
+        kv_cache_spec=FullAttentionSpec(
+            block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
+    )
+    engine: Any = SimpleNamespace(use_v2_model_runner=is_v2, num_lookahead_tokens=num_lookahead)
+    cache: Any = SimpleNamespace(kv_cache_groups=[group] * num_groups)
+    assert (beam_support.cache_reason(engine, cache) is not None) == is_off

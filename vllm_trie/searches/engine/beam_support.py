@@ -61,12 +61,20 @@ def beam_slots(vllm_config: VllmConfig) -> int:
     return scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
 
 
-def cache_reason(kv_cache_config: KVCacheConfig) -> str | None:
+def cache_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Return why beams cannot share and copy KV blocks of this cache, None if they can.
 
     A model's cache says what its configuration may not: only groups that keep tokens of a request,
-    one state each, can be forked block by block.
+    one state each, can be forked block by block. On Model Runner V2 a drafter of vLLM's takes beams
+    for requests and writes behind their last blocks, to what was in a block table before: where
+    groups share memory, the model's KV may be there.
     """
+    if (
+        vllm_config.use_v2_model_runner
+        and vllm_config.num_lookahead_tokens
+        and len(kv_cache_config.kv_cache_groups) > 1
+    ):
+        return "a drafter with KV of its own is not supported where layers differ in kind"
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}

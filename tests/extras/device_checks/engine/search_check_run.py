@@ -61,7 +61,7 @@ def main() -> None:
     refused = started(without_tails)
     assert "differ by" in str(refused[0])
     assert str(refused[0]) in said[-1], said
-    strange = started(lambda patch: patch.setattr(beam_scheduler, "cache_reason", lambda _: "X"))
+    strange = started(lambda patch: patch.setattr(beam_scheduler, "cache_reason", lambda *_: "X"))
     assert strange[0] == "X"
     for _, hypotheses in (refused, strange):
         for (tokens, total), (expected, expected_total) in zip(hypotheses, native[1], strict=True):

@@ -51,7 +51,9 @@ class TrieBeamScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.beam_off = reason_off(self.vllm_config)
-        if self.beam_off is None and (reason := cache_reason(self.kv_cache_config)):
+        if self.beam_off is None and (
+            reason := cache_reason(self.vllm_config, self.kv_cache_config)
+        ):
             self.switch_off(reason)
         manager: Any = self.kv_cache_manager
         manager.allocate_slots = partial(allocate_slots, manager, manager.allocate_slots)
