@@ -37,25 +37,37 @@ def check_all(trees: Sequence[TokenTree], vocab_size: int, copies: bool) -> list
         return list(trees)
     tokens = [tree.token_ids for tree in full]
     parents = [tree.parents for tree in full]
-    probabilities = [tree.probabilities for tree in full if tree.probabilities is not None]
-    sizes = list(map(len, tokens))
+    predicted = [tree.probabilities for tree in full if tree.probabilities is not None]
+    shapes = [array.shape for array in tokens]
     if (
-        sizes != list(map(len, parents))
-        or (probabilities and sizes != list(map(len, probabilities)))
+        any(len(shape) != 1 for shape in shapes)
+        or shapes != [array.shape for array in parents]
+        or (predicted and shapes != [array.shape for array in predicted])
         or any(tree.never_accept is not None for tree in full)
         or any(array.dtype is not _INT32 for array in (*tokens, *parents))
-        or any(array.dtype is not _FLOAT32 for array in probabilities)
+        or any(array.dtype is not _FLOAT32 for array in predicted)
     ):
         return None
-    joined = np.concatenate(tokens), np.concatenate(parents)
-    predicted = np.concatenate(probabilities) if probabilities else None
-    if any(array is not None and array.ndim != 1 for array in (*joined, predicted)):
-        return None
-    if not _are_valid(*joined, predicted, sizes, vocab_size):
+    # Bytes reach compiled code in a tenth of the time of an array's address.
+    joined = [
+        b"".join([array.tobytes() for array in part]) for part in (tokens, parents, predicted)
+    ]
+    sizes = [size for (size,) in shapes]
+    counts = np.array(sizes, dtype=np.int32).tobytes()
+    arguments = *joined[:2], joined[2] or None, counts, len(full), vocab_size
+    if not LIBRARY.functions.trees_are_valid(*arguments):
         return None
     if not copies:
         return list(trees)
-    owned = iter(_split(*joined, predicted, None, sizes))
+    owned = iter(
+        _split(
+            np.frombuffer(joined[0], dtype=np.int32),
+            np.frombuffer(joined[1], dtype=np.int32),
+            np.frombuffer(joined[2], dtype=np.float32) if predicted else None,
+            None,
+            sizes,
+        )
+    )
     return [tree if tree is _EMPTY else next(owned) for tree in trees]
 
 
@@ -195,21 +207,4 @@ def _never_accept(trees: Sequence[TokenTree]) -> np.ndarray:
             np.zeros(tree.num_nodes, dtype=bool) if tree.never_accept is None else tree.never_accept
             for tree in trees
         ]
-    )
-
-
-def _are_valid(
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    predicted: np.ndarray | None,
-    sizes: Sequence[int],
-    vocab_size: int,
-) -> bool:
-    counts = np.array(sizes, dtype=np.int32)
-    return bool(
-        LIBRARY.functions.trees_are_valid(
-            *(tokens.ctypes.data, parents.ctypes.data),
-            None if predicted is None else predicted.ctypes.data,
-            *(counts.ctypes.data, len(sizes), vocab_size),
-        )
     )

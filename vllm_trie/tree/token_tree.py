@@ -110,10 +110,11 @@ class TokenTree:
         parents: list[int] = self.parents.tolist()
         return parents
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the node before it (true for an empty tree)."""
-        return self.parent_list == [*range(-1, self.num_nodes - 1)]
+        chain = np.arange(-1, len(self.parents) - 1, dtype=np.int32)
+        return self.parents.tobytes() == chain.tobytes()
 
     def children(self) -> list[list[int]]:
         """Return the children of each node in index order; the last list is the root's."""
