@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_trie.drafts.ngrams.blend import Blend
-from vllm_trie.drafts.ngrams.job import Candidates, Draft, Job, Rows
+from vllm_trie.drafts.ngrams.job import Candidates, Draft, Job
 from vllm_trie.native import NativeLibrary
 from vllm_trie.tree import TokenTree
 
@@ -181,15 +181,21 @@ def draft_batch(
     for job in jobs:
         own_text, store, archive, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
         recycled, logits_rows, scope, first, text, answer, output_begin, *of_request = job[9:]
+        counts: tuple[int, int, int] = (0, 0, _NONE)
+        arrays: Sequence[np.ndarray] = ()
+        if logits_rows is not None:
+            *arrays, accepted = logits_rows
+            last = accepted[-1] if accepted else _NONE
+            counts = len(logits_rows.tokens), len(accepted), last
         packed = _PACK_JOB(
             0 if own_text is None else own_text.handle,
             0 if store is None else store.handle,
             0 if archive is None else archive.handle,
             *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
-            *(0 if recycled is None else recycled.handle, *_packed_rows(logits_rows)),
+            *(0 if recycled is None else recycled.handle, *counts),
             *(scope, text, answer, output_begin, *of_request),
         )
-        parts += (packed, tokens)
+        parts += (packed, tokens, *arrays)
     predicted = (0, 0, 0, 0)
     if candidates is not None:
         predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
@@ -210,14 +216,6 @@ def draft_batch(
         )
         for row, size, used_text in zip(rows, *rows[:, :2].T.tolist(), strict=True)
     ]
-
-
-def _packed_rows(rows: Rows | None) -> tuple[int, ...]:
-    if rows is None:
-        return (0, 0, 0, 0, 0, 0, _NONE)
-    *arrays, accepted = rows
-    last = accepted[-1] if accepted else _NONE
-    return (*(a.ctypes.data for a in arrays), len(rows.nodes), len(accepted), last)
 
 
 def pack_blend(blend: Blend) -> bytes:

@@ -13,6 +13,13 @@ T take(const char*& bytes) {
     return value;
 }
 
+template <typename T>
+const T* take_array(const char*& bytes, int64_t count) {
+    const auto* values = reinterpret_cast<const T*>(bytes);
+    bytes += sizeof(T) * count;
+    return values;
+}
+
 constexpr double kMostClaimed = 0.98;
 // Lengths of the text's contexts before which the row of a context of 1, 2 or 3 tokens is asked.
 constexpr int32_t kAskedBefore[4] = {0, 1, 4, 4};
@@ -38,9 +45,15 @@ void draft_batch(const char* batch, int32_t* rows) {
     Candidates predicted = head.candidates;
     for (int64_t i = 0; i < head.num_jobs; ++i) {
         const DraftJob job = take<DraftJob>(batch);
-        const auto* tokens = reinterpret_cast<const int32_t*>(batch);
-        batch += sizeof(int32_t) * job.num_tokens;
-        BestFirstTree& tree = drafter.draft(job, tokens, predicted, job.is_sampled ? sampled : blend);
+        const int64_t num_nodes = std::max<int64_t>(job.num_rows - 1, 0);
+        const auto* tokens = take_array<int32_t>(batch, job.num_tokens);
+        Rows of_logits;
+        of_logits.tokens = take_array<int32_t>(batch, job.num_rows * kRowTokens);
+        of_logits.probabilities = take_array<float>(batch, job.num_rows * kRowTokens);
+        of_logits.nodes = take_array<int32_t>(batch, num_nodes);
+        of_logits.parents = take_array<int32_t>(batch, num_nodes);
+        BestFirstTree& tree =
+            drafter.draft(job, tokens, of_logits, predicted, job.is_sampled ? sampled : blend);
         rows[0] = tree.size();
         rows[1] = drafter.used_text(job, blend.use_length);
         int32_t* nodes = rows + 2;
@@ -52,7 +65,7 @@ void draft_batch(const char* batch, int32_t* rows) {
     }
 }
 
-BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
+BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens, const Rows& rows,
                               const Candidates& candidates, const Blend& blend) {
     tree_.begin(job.limits, job.recycled == nullptr ? 1.0 : blend.recycled.odds);
     num_sources_ = 0;
@@ -71,7 +84,7 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens,
     for (int i = 0; i < 4; ++i)
         last_[i] = job.num_tokens > 3 - i ? tokens[job.num_tokens - 4 + i] : kAnyToken;
     std::fill(recycled_, recycled_ + 4, nullptr);
-    take_in_rows(job, tokens);
+    take_in_rows(job, tokens, rows);
     expand(job, candidates, blend, 1.0, kNone, 1);
     while (tree_.choose()) {
         if (!tree_.may_grow()) continue;
@@ -185,14 +198,13 @@ void Drafter::ask_row(const Row& row, double trust, double smallest, double& lef
 
 // The last step's rows enter the table. At the root, those of the last token's siblings are asked,
 // too, and the tokens that were likely in its place.
-void Drafter::take_in_rows(const DraftJob& job, const int32_t* tokens) {
+void Drafter::take_in_rows(const DraftJob& job, const int32_t* tokens, const Rows& rows) {
     siblings_.clear();
     guesses_.clear();
-    const Rows& rows = job.rows;
-    const int64_t base = job.num_tokens - 1 - rows.num_accepted;
-    if (job.recycled == nullptr || rows.tokens == nullptr || base < 1) return;
-    contexts_of_rows_.resize(rows.num_nodes + 1);
-    for (int64_t row = 0; row <= rows.num_nodes; ++row) {
+    const int64_t base = job.num_tokens - 1 - job.num_accepted;
+    if (job.recycled == nullptr || job.num_rows == 0 || base < 1) return;
+    contexts_of_rows_.resize(job.num_rows);
+    for (int64_t row = 0; row < job.num_rows; ++row) {
         auto& last = contexts_of_rows_[row];
         if (row == 0) {
             for (int i = 0; i < 3; ++i) last[i] = base > 2 - i ? tokens[base - 3 + i] : kAnyToken;
@@ -205,13 +217,13 @@ void Drafter::take_in_rows(const DraftJob& job, const int32_t* tokens) {
             job.recycled->add_row(job.scope, job.prompt, last.data(),
                                   rows.tokens + row * kRowTokens, probabilities);
     }
-    const int32_t* likely = rows.tokens + (rows.last_accepted + 1) * kRowTokens;
-    const float* rates = rows.probabilities + (rows.last_accepted + 1) * kRowTokens;
+    const int32_t* likely = rows.tokens + (job.last_accepted + 1) * kRowTokens;
+    const float* rates = rows.probabilities + (job.last_accepted + 1) * kRowTokens;
     for (int i = 0; i < kRowTokens; ++i)
         if (likely[i] != last_[3]) guesses_.push_back({likely[i], rates[i]});
     double total = 0.0;
-    for (int64_t node = 0; node < rows.num_nodes; ++node) {
-        if (rows.parents[node] != rows.last_accepted || rows.nodes[node] == last_[3]) continue;
+    for (int64_t node = 0; node + 1 < job.num_rows; ++node) {
+        if (rows.parents[node] != job.last_accepted || rows.nodes[node] == last_[3]) continue;
         const auto* at = std::find(likely, likely + kRowTokens, rows.nodes[node]);
         const double weight = kLeastWeight + (at == likely + kRowTokens ? 0.0 : rates[at - likely]);
         total += weight;

@@ -63,16 +63,13 @@ struct Archive {
 
 // The rows of logits of a request's last step: after the token before its tree, and after each node.
 struct Rows {
-    const int32_t* tokens;  // kRowTokens a row; null: there are none
+    const int32_t* tokens;  // kRowTokens a row
     const float* probabilities;
     const int32_t* nodes;
     const int32_t* parents;
-    int64_t num_nodes;
-    int64_t num_accepted;
-    int64_t last_accepted;  // a node, kNone for none; the text's last token follows it
 };
 
-// One request. In a batch, its tokens follow it.
+// One request. In a batch, its tokens follow it, and then its rows.
 struct DraftJob {
     Index* own;              // brought up to date with the tokens; null: the heads alone draft
     const Index* store;      // may be null
@@ -82,7 +79,9 @@ struct DraftJob {
     int64_t num_indexed;     // the first of them, which belong in `own`
     int64_t first;           // place of the first of them in the request's text
     RecycledTable* recycled;  // may be null
-    Rows rows;                // to take in first
+    int64_t num_rows;         // of logits, to take in first; the first has no node
+    int64_t num_accepted;     // of their nodes
+    int64_t last_accepted;    // a node, kNone for none; the text's last token follows it
     int32_t scope;            // of `recycled`
     int32_t text;                   // of `own`, which holds the request's text
     int32_t answer;        // text of `store` that answered such a prompt, kNone if there is none
@@ -115,8 +114,8 @@ void draft_batch(const char* batch, int32_t* rows);
 class Drafter {
    public:
     // The tree, which stays valid until the next call. Brings the job's own index up to date.
-    BestFirstTree& draft(const DraftJob& job, const int32_t* tokens, const Candidates& candidates,
-                         const Blend& blend);
+    BestFirstTree& draft(const DraftJob& job, const int32_t* tokens, const Rows& rows,
+                         const Candidates& candidates, const Blend& blend);
     // The text of the job's store in which its last tokens occur, kNone if less than `min_length`
     // of them do.
     int32_t used_text(const DraftJob& job, int32_t min_length) const;
@@ -133,7 +132,7 @@ class Drafter {
     void match_answer(const DraftJob& job, const int32_t* tokens);
     void expand(const DraftJob& job, const Candidates& candidates, const Blend& blend,
                 double above, int32_t parent, int32_t depth);
-    void take_in_rows(const DraftJob& job, const int32_t* tokens);
+    void take_in_rows(const DraftJob& job, const int32_t* tokens, const Rows& rows);
     void find_recycled(const DraftJob& job, int32_t parent);
     double ask_contexts(const Blend& blend, const Contexts* contexts, int32_t answer_order,
                         double min_left, double smallest);
