@@ -220,6 +220,7 @@ class StepsOnDevice(Steps):
         budget.pauses = True
         for tokens in (accepted, [9], [9]):  # the last drafts are verified yet
             self.run_step(dict.fromkeys("ab", tokens), WIDTH)
+        self.statistics()
         assert self.adapter.trees.totals.tokens > self.adapter.trees.totals.steps
 
     def on_device(self, values: Any, dtype: Any = np.int64) -> torch.Tensor:

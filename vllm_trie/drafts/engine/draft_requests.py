@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -52,12 +52,15 @@ def draft_requests(
             continue
         request_id = batch.req_ids[index]
         state = states[request_id]
+        params = state.sampling_params
+        num_outputs = len(state.output_token_ids)
+        if params is None or not may_draft(state) or ends_with(params, tokens[-1], num_outputs):
+            continue
         request = draft_request(
-            request_id,
-            state,
+            constant_fields(request_id, state, num_prompt_tokens[index]),
+            params,
             texts[index, : num_tokens[index]],
-            num_prompt_tokens[index],
-            len(state.output_token_ids),
+            num_outputs,
             max_model_len,
             max_nodes,
             chain_only,
@@ -67,50 +70,59 @@ def draft_requests(
     return requests
 
 
+def constant_fields(request_id: str, data: RequestData, num_prompt_tokens: int) -> dict[str, Any]:
+    """Return what stays the same of a request as drafters see it, by field of `DraftRequest`.
+
+    Args:
+        request_id: The engine's.
+        data, num_prompt_tokens: Of the request, which has sampling parameters.
+    """
+    params = data.sampling_params
+    assert params is not None
+    extra_args = params.extra_args or {}
+    return {
+        "request_id": request_id,
+        "num_prompt_tokens": num_prompt_tokens,
+        "cache_salt": _cache_salt(data, extra_args),
+        "sample_of": _sample_of(request_id),
+        "is_sampled": params.temperature > 0.0,
+        "extra_args": extra_args,
+    }
+
+
 def draft_request(
-    request_id: str,
-    data: RequestData,
+    constant: Mapping[str, Any],
+    params: SamplingParams,
     token_ids: np.ndarray,
-    num_prompt_tokens: int,
     num_output_tokens: int,
     max_model_len: int,
     max_nodes: int,
     chain_only: bool,
 ) -> DraftRequest | None:
-    """Return a request that has just got new tokens as drafters see it, None if it gets no draft.
+    """Return a request that has just got new tokens, and goes on, as drafters see it; None if there
+    is no room for a draft.
 
     Args:
-        request_id: The engine's.
-        data: Of the request.
+        constant: See :func:`constant_fields`.
+        params: Of the request.
         token_ids: int32 [num_tokens], prompt and output; a read-only view.
-        num_prompt_tokens, num_output_tokens: Of the request.
+        num_output_tokens: Of the request.
         max_model_len: Length limit. Nodes take slots up to it, except for the slot of the next
             step's bonus token.
         max_nodes: The scheduler's limit on a draft.
         chain_only: Whether all drafts are chains; those of structured outputs always are.
     """
-    params = data.sampling_params
-    if params is None or not may_draft(data):
-        return None
-    if ends_with(params, int(token_ids[-1]), num_output_tokens):
-        return None
     room = max_depth = max_model_len - len(token_ids) - 1
     if params.max_tokens is not None:
         max_depth = min(room, params.max_tokens - num_output_tokens - 1)
     if min(max_nodes, max_depth) <= 0:
         return None
-    extra_args = params.extra_args or {}
     return DraftRequest(
-        request_id=request_id,
         token_ids=token_ids,
-        num_prompt_tokens=num_prompt_tokens,
         max_nodes=min(max_nodes, room),
         max_depth=max_depth,
         chain_only=chain_only or params.structured_outputs is not None,
-        cache_salt=_cache_salt(data, extra_args),
-        sample_of=_sample_of(request_id),
-        is_sampled=params.temperature > 0.0,
-        extra_args=extra_args,
+        **constant,
     )
 
 
@@ -133,14 +145,10 @@ def ended_request(
     stops = [params.eos_token_id, *(params.stop_token_ids or ())]
     ends = np.flatnonzero(np.isin(token_ids[least:], [stop for stop in stops if stop is not None]))
     return DraftRequest(
-        request_id=request_id,
         token_ids=token_ids[: least + ends[0] + 1] if len(ends) else token_ids,
-        num_prompt_tokens=num_prompt_tokens,
         max_nodes=0,
         max_depth=0,
-        cache_salt=_cache_salt(data, params.extra_args or {}),
-        sample_of=_sample_of(request_id),
-        is_sampled=params.temperature > 0.0,
+        **constant_fields(request_id, data, num_prompt_tokens),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,8 @@ class TreeVerifier:
         self.totals = TreeStats()
         self.share_trees = share_trees
         self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
-        self._unjudged: Proposal | None = None  # of a step that is launched ahead of its drafts
+        self._lessons: list[Callable[[], object]] = []  # of the budget; no draft waits for them
+        self._least_probability = 0.0  # of a node of the next drafts
         self._clock = StepClock()
         self._stats = TreeStats()
 
@@ -127,15 +129,15 @@ class TreeVerifier:
             drafts: Draft tokens by request id, as the scheduler sends them.
         """
         start = time.perf_counter()
-        if self._unjudged is not None:
-            self._judge(self._unjudged)
-            self._unjudged = None
+        self._learn()
         step.has_drafts = bool(drafts)
         step.is_pausing = self.guard.is_off or (
             self.budget is not None
             and not self.budget.should_draft(len(step.request_ids))  # counts steps, so first
             and (self.share_trees is None or self.budget.drafting_waits)
         )
+        if self.budget is not None and self.share_trees is None and not step.is_pausing:
+            self._least_probability = self.budget.least_probability(len(step.request_ids))
         if drafts:
             step.trees = [
                 scheduled_tree(self._stored_trees.get(request_id), drafts.get(request_id, ()))
@@ -229,7 +231,7 @@ class TreeVerifier:
         """Take in the accepted nodes of each request."""
         step.accepted = accepted
         if self.budget is not None and step.has_drafts:
-            self.budget.observe_verified(step.trees, accepted)
+            self._lessons.append(partial(self.budget.observe_verified, step.trees, accepted))
 
     def compact(
         self,
@@ -259,7 +261,8 @@ class TreeVerifier:
         """
         start = time.perf_counter()
         if self.budget is not None and step.num_decode_tokens and is_timed:
-            self.budget.observe_step(step.num_decode_tokens, self._clock.stop(step.started))
+            seconds = self._clock.stop(step.started)
+            self._lessons.append(partial(self.budget.observe_step, step.num_decode_tokens, seconds))
         step.num_decoding = sum(map(bool, new_tokens))
         step.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
         self._stats.steps += step.num_decoding
@@ -322,26 +325,31 @@ class TreeVerifier:
     ) -> list[TokenTree]:
         """Return the trees of some requests, cut to their places or by the budget, the same on all
         ranks."""
-        if self.budget is not None and self.share_trees is None:
-            least = self.budget.least_probability(step.num_decoding)
-            for request in requests:
-                request.min_probability = least
+        for request in requests:
+            request.min_probability = self._least_probability
         proposed = self.guard.propose(requests) if requests else []
         proposal = requests, proposed, step.num_decoding
         if lengths is None:
+            self._learn()
             trees = self._judge(proposal)
         else:
             # What the step has places for costs nothing more, and the device waits for it: the
             # budget decides about the next drafts, later.
             pairs = zip(requests, proposed, strict=True)
             trees = [tree.prefix(lengths.get(request.request_id, 0)) for request, tree in pairs]
-            self._unjudged = proposal
+            self._lessons.append(partial(self._judge, proposal))
         if self.observers:
             request_ids = [request.request_id for request in requests]
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
             for observer in self.observers:
                 observer.drafted(step.request_ids, drafts, self.guard.has_failed)
         return trees if self.share_trees is None else self.share_trees(trees)
+
+    def _learn(self) -> None:
+        """Let the budget and the forecast take in what has come up since the last call."""
+        lessons, self._lessons = self._lessons, []
+        for lesson in lessons:
+            lesson()
 
     def _judge(self, proposal: Proposal) -> list[TokenTree]:
         """Return what the budget leaves of the trees; let it and the forecast learn from them."""
@@ -355,15 +363,18 @@ class TreeVerifier:
         return trees if self.budget is None else self.budget.cut(trees, num_decoding)
 
     def take_stats(self) -> TreeStats | None:
-        """Return the statistics since the last call, if any request got tokens; end the step."""
-        stats = None
-        if self._stats.steps:
-            stats, self._stats = self._stats, TreeStats()
-            stats.draft_failures = self.guard.take_new_failures()
-            self.totals.add(stats)
-            self.totals.of_requests.clear()
-        self._clock.leave()
+        """Return the statistics since the last call, if any request got tokens."""
+        if not self._stats.steps:
+            return None
+        stats, self._stats = self._stats, TreeStats()
+        stats.draft_failures = self.guard.take_new_failures()
+        self.totals.add(stats)
+        self.totals.of_requests.clear()
         return stats
+
+    def leave(self) -> None:
+        """Give control back to the engine, whose time counts as a step's, too."""
+        self._clock.leave()
 
     def close(self) -> None:
         """Let observers finish; the engine ends."""

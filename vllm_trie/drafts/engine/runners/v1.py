@@ -272,6 +272,7 @@ class ChainRunnerMixin(_Runner):
                 self.adapter.resume("tokens", (new_tokens, None))
         if (stats := self.adapter.trees.take_stats()) is not None:
             setattr(output, STATS_ATTRIBUTE, stats)
+        self.adapter.trees.leave()
         return output
 
     @_runner.overrides(

@@ -315,7 +315,9 @@ class V2Adapter(Adapter):
         paths = self.trees.draft(last.step, requests, last.drafted_states(), start, lengths)
         for text, drafted in zip(last.texts, paths, strict=True):
             text.drafted = drafted
-        self._keep_stats()
+        self.trees.leave()
+        if lengths is None:  # else the device waits for the drafts
+            self._keep_stats()
         return True
 
     def fill_in(self, drafts: DraftTokenIds | None) -> None:
@@ -349,6 +351,7 @@ class V2Adapter(Adapter):
         """Attach the step's fillers and the statistics of the steps before to the output that vLLM
         sends to the scheduler."""
         setattr(output.model_runner_output, FILLERS_ATTRIBUTE, self._fillers)
+        self._keep_stats()
         stats, self._stats = self._stats, None
         if stats is not None:
             setattr(output.model_runner_output, STATS_ATTRIBUTE, stats)
@@ -494,7 +497,6 @@ class V2Adapter(Adapter):
             self._last = None
         while self._unwaited and self._unwaited[0].has_arrived:
             self._take_in(self._unwaited.popleft(), is_timed=False)
-            self._keep_stats()
 
     def _observe_unwaited(self, step: TreeStep, following: SchedulerOutput, seconds: float) -> None:
         """Let the budget observe the time between the launches of a step and of its successor."""
@@ -509,7 +511,8 @@ class V2Adapter(Adapter):
         """Take in the tokens of a step, which have arrived; return those of each request before its
         end."""
         step = launched.step
-        rows = zip(launched.texts, launched.tokens.tolist(), launched.counts, strict=True)
+        arrived = launched.tokens.tolist(), launched.counts.tolist()
+        rows = zip(launched.texts, *arrived, strict=True)
         new_tokens = [
             # The request may have ended, or started again, since the step was launched.
             text.extend(row[:count]) if self._requests.get(text.data.req_id) is text else []
@@ -526,7 +529,6 @@ class V2Adapter(Adapter):
         self.trees.count_wait(cause)
         while self._unwaited:
             self._take_in(self._unwaited.popleft(), is_timed=False)
-            self._keep_stats()
         self._num_ahead, self._last = 0, None
 
     def _keep_stats(self) -> None:
@@ -540,7 +542,7 @@ class V2Adapter(Adapter):
     ) -> dict[int, DraftRequest]:
         """Return the requests that get a draft, by batch index."""
         requests = (
-            self._draft_request(text, max_nodes) if tokens and not text.has_ended else None
+            self._draft_request(text, max_nodes) if tokens else None
             for text, tokens in zip(texts, new_tokens, strict=True)
         )
         return {index: request for index, request in enumerate(requests) if request is not None}

@@ -44,11 +44,8 @@ logger = init_logger(__name__)
 
 def packed(drafts: Sequence[Sequence[int]], width: int) -> np.ndarray:
     """Return int64 [requests, 1 + width]: the number of each draft's tokens, they, and fillers."""
-    rows = np.full((len(drafts), 1 + width), _FILLER, dtype=np.int64)
-    for row, draft in zip(rows, drafts, strict=True):
-        row[0] = len(draft)
-        row[1 : 1 + len(draft)] = draft
-    return rows
+    rows = [[len(draft), *draft, *[_FILLER] * (width - len(draft))] for draft in drafts]
+    return np.array(rows, dtype=np.int64).reshape(len(drafts), 1 + width)
 
 
 class Delivery:

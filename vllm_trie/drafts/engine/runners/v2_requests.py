@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_trie.drafts.engine.draft_requests import draft_request, ended_request, ends_with
+from vllm_trie.drafts.engine.draft_requests import (
+    constant_fields,
+    draft_request,
+    ended_request,
+    ends_with,
+)
 from vllm_trie.hooks.wire import may_draft
 
 if TYPE_CHECKING:
@@ -24,17 +29,20 @@ class RequestText:
 
     Attributes:
         data: As the scheduler sent it.
+        constant: What drafters see of it in each step; None if it never has drafts.
         token_ids: int32 [capacity], the text so far and room for the rest of it.
-        num_tokens: Length of the text.
-        may_draft: Whether it may have drafts.
+        view: The same, read-only.
+        num_prompt_tokens, num_tokens: Length of the prompt and of the text.
         has_ended: Whether the text ends here. Scheduled ahead, the request may run once more.
         drafted: The draft tokens of the next step.
     """
 
     data: NewRequestData
+    constant: Mapping[str, Any] | None
     token_ids: np.ndarray
+    view: np.ndarray
+    num_prompt_tokens: int
     num_tokens: int
-    may_draft: bool
     has_ended: bool = False
     drafted: list[int] = field(default_factory=list)
 
@@ -43,25 +51,29 @@ class RequestText:
         text = data.prefill_token_ids or []
         token_ids = np.empty(max(max_model_len, len(text)), dtype=np.int32)
         token_ids[: len(text)] = text
-        return cls(data, token_ids, len(text), may_draft(data))
+        view = token_ids.view()
+        view.flags.writeable = False
+        length = data.prompt_len
+        constant = constant_fields(data.req_id, data, length) if may_draft(data) else None
+        return cls(data, constant, token_ids, view, length, len(text))
 
     @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self.data.prompt_len
+    def may_draft(self) -> bool:
+        """Whether it may have drafts."""
+        return self.constant is not None
 
     def draft_request(
         self, max_model_len: int, max_nodes: int, needs_chain: Callable[[SamplingParams], bool]
     ) -> DraftRequest | None:
         """Return the request as drafters see it, None if it gets no draft."""
         params = self.data.sampling_params
-        if params is None:
+        if params is None or self.constant is None or self.has_ended:
             return None
         return draft_request(
-            self.data.req_id,
-            self.data,
-            self._text(),
-            self.data.prompt_len,
-            self.num_output_tokens,
+            self.constant,
+            params,
+            self.view[: self.num_tokens],
+            self.num_tokens - self.num_prompt_tokens,
             max_model_len,
             max_nodes,
             chain_only=needs_chain(params),
@@ -70,24 +82,23 @@ class RequestText:
     def ended_request(self) -> DraftRequest | None:
         """Return the request with its whole text as drafters see it, None if it never gets
         drafts."""
-        return ended_request(self.data.req_id, self.data, self._text(), self.data.prompt_len)
-
-    def _text(self) -> np.ndarray:
-        text = self.token_ids[: self.num_tokens]
-        text.flags.writeable = False
-        return text
+        text = self.view[: self.num_tokens]
+        return ended_request(self.data.req_id, self.data, text, self.num_prompt_tokens)
 
     def extend(self, tokens: Sequence[int]) -> Sequence[int]:
         """Add sampled tokens to the text; return those before its end."""
         params = self.data.sampling_params
         assert params is not None
-        taken = 0
-        while taken < len(tokens) and not self.has_ended and self.num_tokens < len(self.token_ids):
-            token = tokens[taken]
-            self.token_ids[self.num_tokens] = token
-            self.num_tokens += 1
-            taken += 1
-            num_output = self.num_output_tokens
-            is_last = num_output == params.max_tokens
-            self.has_ended = is_last or ends_with(params, token, num_output)
-        return tokens[:taken]
+        room = 0 if self.has_ended else len(self.token_ids) - self.num_tokens
+        tokens = tokens[:room]
+        num_output = self.num_tokens - self.num_prompt_tokens
+        for taken, token in enumerate(tokens, 1):
+            is_last = num_output + taken == params.max_tokens
+            if is_last or ends_with(params, token, num_output + taken):
+                self.has_ended = True
+                tokens = tokens[:taken]
+                break
+        end = self.num_tokens + len(tokens)
+        self.token_ids[self.num_tokens : end] = tokens
+        self.num_tokens = end
+        return tokens
