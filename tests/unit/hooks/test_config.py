@@ -345,15 +345,25 @@ def test_the_checks_raise_what_is_shown_as_a_line(path):
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "num_lookahead", "is_v2", "is_off"),
-    [(2, 4, True, True), (1, 4, True, False), (2, 0, True, False), (2, 4, False, False)],
+    ("method", "num_groups", "is_v2", "is_off"),
+    [
+        ("eagle", 2, True, True),
+        ("eagle", 1, True, False),
+        ("dflash", 1, True, True),
+        ("ngram", 2, True, False),
+        ("dflash", 2, False, False),
+    ],
 )
-def test_beams_beside_drafters_that_write_behind_them(num_groups, num_lookahead, is_v2, is_off):
+def test_beams_beside_drafters_that_write_behind_them(method, num_groups, is_v2, is_off):
     group = SimpleNamespace(
         kv_cache_spec=FullAttentionSpec(
             block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32
         )
     )
-    engine: Any = SimpleNamespace(use_v2_model_runner=is_v2, num_lookahead_tokens=num_lookahead)
+    engine: Any = SimpleNamespace(
+        use_v2_model_runner=is_v2,
+        num_lookahead_tokens=4 * (method != "ngram"),
+        speculative_config=SimpleNamespace(method=method, parallel_drafting=method == "dflash"),
+    )
     cache: Any = SimpleNamespace(kv_cache_groups=[group] * num_groups)
     assert (beam_support.cache_reason(engine, cache) is not None) == is_off

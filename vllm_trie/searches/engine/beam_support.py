@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import (
@@ -67,14 +67,15 @@ def cache_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     A model's cache says what its configuration may not: only groups that keep tokens of a request,
     one state each, can be forked block by block. On Model Runner V2 a drafter of vLLM's takes beams
     for requests and writes behind their last blocks, to what was in a block table before: where
-    groups share memory, the model's KV may be there.
+    groups share memory, the model's KV may be there. One that drafts in parallel has inputs for a
+    step's tokens, and beams would have more.
     """
-    if (
-        vllm_config.use_v2_model_runner
-        and vllm_config.num_lookahead_tokens
-        and len(kv_cache_config.kv_cache_groups) > 1
-    ):
-        return "a drafter with KV of its own is not supported where layers differ in kind"
+    if vllm_config.use_v2_model_runner and vllm_config.num_lookahead_tokens:
+        speculative: Any = vllm_config.speculative_config
+        if speculative.parallel_drafting:
+            return f"the drafter {speculative.method!r}, which drafts in parallel, is not supported"
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            return "a drafter with KV of its own is not supported where layers differ in kind"
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {"": spec}

@@ -9,6 +9,8 @@ _beams("config.model:ModelConfig.get_vocab_size", "called",
     "the most candidates that a row can ask for, and the tokens of the check's prompts", "")
 _beams("config.vllm:VllmConfig.num_lookahead_tokens", "read",
     "whether a drafter writes KV behind the last block of a beam")
+_beams("config.speculative:SpeculativeConfig.parallel_drafting", "read",
+    "whether a drafter has inputs for the step's tokens only")
 _beams("v1.sample.logits_processor:LOGITSPROCS_GROUP", "read",
     "names the installed logits processors, whose arguments beam requests cannot have")
 for _protocol in ("completion.protocol:Completion", "chat_completion.protocol:ChatCompletion"):
