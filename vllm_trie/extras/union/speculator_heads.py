@@ -50,7 +50,7 @@ class SpeculatorHeads:
         # On their way to the host: the rows of the requests, their predictions, and the event.
         self._rows: Mapping[str, int] = {}
         self._copies: list[np.ndarray] = []
-        self._copied = torch.cuda.Event(blocking=True)
+        self._copied = torch.cuda.Event()  # as the device waits for the host
         self._make_graphs: Callable[..., None] = speculator.init_cudagraph_manager
         speculator.propose = self._propose
         speculator.init_cudagraph_manager = self._init_cudagraph_manager

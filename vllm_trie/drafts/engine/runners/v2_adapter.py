@@ -153,7 +153,7 @@ class V2Adapter(Adapter):
         likeliest, argmax = self._copies_of(step, (yield "logits", cut.masks(grammar)))
         step.path = yield "path", draft_rows
         tokens, counts = yield "tokens", None
-        arrived = torch.cuda.Event(blocking=True)
+        arrived = torch.cuda.Event()  # the device waits while a blocking one wakes the host
         tokens, counts = async_copy_to_np(tokens), async_copy_to_np(counts)
         arrived.record()
         hidden_states, max_nodes = yield "states", None
