@@ -90,7 +90,7 @@ def test_request_and_engine_keys():
     from vllm_trie.hooks.frontend.request_options import option_keys
     from vllm_trie.hooks.start import additional_config as config
 
-    for key in (config.CONFIG_KEY, config.BEAM_SEARCH, config.ALLOW_GPU):
+    for key in (config.CONFIG_KEY, config.BEAM_SEARCH):
         assert f"`{key}`" in OPTIONS_PAGE.text or f'["{key}"]' in OPTIONS_PAGE.text
     for key in option_keys():
         assert f"`{key}`" in REQUESTS_PAGE.text

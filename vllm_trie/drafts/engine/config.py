@@ -57,10 +57,6 @@ class EngineOptions(BaseModel):
         "suspended for a minute, then for twice as long each time. A call that never returns "
         "blocks the engine.",
     )
-    allow_untested_gpu: bool = Field(
-        default=False,
-        description="Allow what has not run on an NVIDIA GPU: trees of trained drafters.",
-    )
 
 
 AllOptions: type[EngineOptions] = create_model(

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.hooks.ledger.record import Symbols
-from vllm_trie.hooks.start.limits import is_cuda
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from vllm_trie.drafts.engine.config import EngineOptions
 
 # fmt: off
 _refused = Symbols(
@@ -50,15 +47,12 @@ _PARALLEL = ("DFlashDraftModel", "Qwen3DSparkModel")
 """Architectures that predict all positions in one pass, and show the logits of each."""
 
 
-def check_trained_drafter(
-    vllm_config: VllmConfig, method: str, model: str | None, options: EngineOptions
-) -> None:
+def check_trained_drafter(vllm_config: VllmConfig, method: str, model: str | None) -> None:
     """Refuse a complete configuration that the trained drafter cannot draft in.
 
     Args:
         vllm_config: Of the engine.
         method, model: Of the trained drafter.
-        options: Of the engine.
 
     Raises:
         RefusedError: Every reason at once.
@@ -71,10 +65,6 @@ def check_trained_drafter(
         "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on an "
         "NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's own "
         f"method {speculative.method!r}": not vllm_config.use_v2_model_runner,
-        "its trees have not run on a GPU; leave verification='tree' out for chains, or set "
-        "allow_untested_gpu to True": options.verification == "tree"
-        and is_cuda()
-        and not options.allow_untested_gpu,
         "MTP with several modules is not supported; use vLLM's own method 'mtp'": (
             speculative.use_multi_module_mtp()
         ),

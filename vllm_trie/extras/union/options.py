@@ -54,7 +54,7 @@ class NeuralOptions(DrafterOptions):
         """Refuse a complete configuration that it cannot draft in."""
         from vllm_trie.extras.union.checks import check_trained_drafter
 
-        check_trained_drafter(vllm_config, self.method, self.model, options)
+        check_trained_drafter(vllm_config, self.method, self.model)
 
     def configuration(self, vllm_config: VllmConfig) -> VllmConfig:
         """Return the engine's configuration with the positions that it predicts as draft tokens."""

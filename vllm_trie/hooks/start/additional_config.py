@@ -22,9 +22,6 @@ BEAM_SEARCH = "beam_search"
 """False turns native beam search off. Tree speculation leaves this key alone."""
 BEAM_KEYS = frozenset({BEAM_SEARCH, *(key for _, keys in brought("keys") for key in keys)})
 """Keys that are not options of a speculative method."""
-ALLOW_GPU = "allow_untested_gpu"
-"""True allows what has not run on an NVIDIA GPU."""
-SWITCHES = (BEAM_SEARCH, ALLOW_GPU)
 
 
 def spelled(key: str) -> str:
@@ -36,13 +33,13 @@ def own_part(additional_config: object) -> Mapping[str, Any]:
     """Return the plugin's part, empty if there is none.
 
     Raises:
-        RefusedError: It is no mapping, its key is misspelled, or a switch in it is neither True nor
-            False or stands outside of it.
+        RefusedError: It is no mapping, its key is misspelled, or the switch of beam search is
+            neither True nor False or stands outside of it.
     """
     everything = additional_config if isinstance(additional_config, Mapping) else {}
     given = everything.get(CONFIG_KEY, {})
     for key in everything:
-        instead = spelled(key) if key in SWITCHES else None
+        instead = spelled(key) if key == BEAM_SEARCH else None
         if key != CONFIG_KEY and str(key).lower().replace("-", "_") == CONFIG_KEY:
             instead = repr(CONFIG_KEY)
         if instead:
@@ -52,9 +49,9 @@ def own_part(additional_config: object) -> Mapping[str, Any]:
             f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
             "values"
         )
-    for key in SWITCHES:
-        if not isinstance(given.get(key, False), bool):
-            raise RefusedError(f"{spelled(key)}={given[key]!r} must be True or False")
+    if not isinstance(given.get(BEAM_SEARCH, False), bool):
+        value = given[BEAM_SEARCH]
+        raise RefusedError(f"{spelled(BEAM_SEARCH)}={value!r} must be True or False")
     return given
 
 

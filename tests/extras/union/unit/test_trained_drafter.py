@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from vllm_trie.drafts.engine.config import EngineOptions
-from vllm_trie.extras.union import checks
 from vllm_trie.extras.union.options import NeuralOptions
 
 EAGLE = NeuralOptions(method="eagle", model="some/head")
@@ -81,11 +80,3 @@ def test_vllm_makes_it_for_the_positions_that_it_predicts():
     assert made_with.num_speculative_tokens == EAGLE.num_speculative_tokens
     assert made_with.num_speculative_tokens_per_batch_size is None
     assert engine.speculative_config.num_speculative_tokens_per_batch_size == tiers
-
-
-def test_trees_need_permission_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(checks, "is_cuda", lambda: True)
-    with pytest.raises(ValueError, match="allow_untested_gpu to True"):
-        EAGLE.check(configuration(), EngineOptions(verification="tree"))
-    EAGLE.check(configuration(), EngineOptions(verification="tree", allow_untested_gpu=True))
-    EAGLE.check(configuration(), EngineOptions())

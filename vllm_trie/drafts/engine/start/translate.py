@@ -18,7 +18,6 @@ from vllm_trie.drafts.engine.config import PROPOSER_CLASS, SPECULATOR_CLASS, par
 from vllm_trie.drafts.engine.start import arguments
 from vllm_trie.hooks.start import runner_choice
 from vllm_trie.hooks.start.additional_config import (
-    ALLOW_GPU,
     BEAM_KEYS,
     CONFIG_KEY,
     own_part,
@@ -140,7 +139,7 @@ def translate(engine_args: EngineArgs) -> None:
 
 
 def _refuse_options_without_method(engine_args: EngineArgs) -> None:
-    idle = own_part(engine_args.additional_config).keys() - BEAM_KEYS - {ALLOW_GPU}
+    idle = own_part(engine_args.additional_config).keys() - BEAM_KEYS
     if idle:
         raise RefusedError(
             f"additional_config[{CONFIG_KEY!r}] sets {', '.join(sorted(idle))}, but no speculative "
