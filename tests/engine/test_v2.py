@@ -228,8 +228,8 @@ def test_the_newer_vllm() -> None:
     assert union["preempted"] > 0
     assert union["accepted"] > 0
     assert union["skipped"] > 0
-    for name in ("eagle3", "dflash"):
-        check_trees(result[name])
+    check_trees(result["eagle3"])
+    check_trees(result["dflash"], unordered=1e-3)  # 9e-3 on this release
     assert not any(union["failures"].values())
     assert union["blocks_lost"] == 0
 
@@ -276,14 +276,16 @@ def test_trees_of_trained_drafters(results) -> None:
     check_trees(results["alone"])
 
 
-def check_trees(result: dict[str, Any]) -> None:
+def check_trees(result: dict[str, Any], unordered: float = 1e-2) -> None:
+    """Check a union's trees against its chains; predictions are off by more than `unordered` if the
+    step's tokens are left as trees have them."""
     chains, trees = result["chains"], result["trees"]
     assert trees["differences"] == []
     assert chains["agrees"]
     assert trees["agrees"]
     assert trees["accepted"] > 1.15 * chains["accepted"] > 0
     assert trees["error"] < 1e-4
-    assert trees["unordered error"] > 1e-3
+    assert trees["unordered error"] > unordered
 
 
 def test_waits_with_a_trained_drafter(results) -> None:

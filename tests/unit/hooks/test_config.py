@@ -225,7 +225,12 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], list[str]]] = [
         for option in ("method", "node_budget")
     ),
     *(
-        (speculative, {"beam_search": v}, {}, [f"{BEAMS}['beam_search']={v!r}", "True or False"])
+        (
+            speculative,
+            {"beam_search": v},
+            {},
+            [f"{BEAMS}['beam_search']={v!r}", "must be True or False"],
+        )
         for speculative in (None, TRIE)
         for v in (0, 1, "false", None, {})
     ),
