@@ -136,6 +136,7 @@ class TreeVerifier:
             and not self.budget.should_draft(len(step.request_ids))  # counts steps, so first
             and (self.share_trees is None or self.budget.drafting_waits)
         )
+        self._least_probability = 0.0
         if self.budget is not None and self.share_trees is None and not step.is_pausing:
             self._least_probability = self.budget.least_probability(len(step.request_ids))
         if drafts:
