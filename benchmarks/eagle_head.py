@@ -14,7 +14,6 @@ likeliest token is the model's, `depth` tokens ahead. `--minutes` ends the train
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from vllm_trie.extras.heads.training.backbone import Backbone
 from vllm_trie.extras.heads.training.text import TokenRows, find_files, read_tokens, split_rows
+from vllm_trie.extras.heads.training.trainer import learning_rate_factor
 from vllm_trie.lab.tiny_model import model_path
 
 COLUMNS = ("depth", "agreement", "steps", "minutes")
@@ -60,10 +60,10 @@ class EagleHead(nn.Module):
         """Return [rows, tokens, hidden_size], as both arguments are."""
         states = self.fc(torch.cat((embedded, hidden), -1))
         positions = torch.arange(states.shape[1])[None]
-        made = self.layer(
+        made: Tensor = self.layer(
             states, position_ids=positions, position_embeddings=self.rotary(states, positions)
         )
-        return made[0] if isinstance(made, tuple) else made
+        return made
 
 
 class Training:
@@ -77,7 +77,7 @@ class Training:
     """
 
     def __init__(self, backbone: Backbone, learning_rate: float, scored: float) -> None:
-        decoder = backbone._decoder
+        decoder = backbone.decoder
         self._backbone, self._scored = backbone, scored
         self._embedding = decoder.get_input_embeddings().weight.float()
         self.config = decoder.config
@@ -130,9 +130,8 @@ class Training:
             hidden = torch.cat((truth[:, :1], guessed[:, :-1]), 1)
         torch.autograd.backward(loss / DEPTH)
         nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        rate = min(1.0, (number + 1) / WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
         for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate * rate
+            group["lr"] = self._learning_rate * learning_rate_factor(number, done, WARM_UP)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.item() / DEPTH

@@ -14,6 +14,7 @@ class Backbone:
     """A Hugging Face causal language model, used for its last hidden states alone.
 
     Attributes:
+        decoder: The model without its output layer.
         output_weight: float32 [vocab_size, hidden_size], the model's own output layer.
     """
 
@@ -21,7 +22,7 @@ class Backbone:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        self._decoder = model.get_decoder().to(device).eval().requires_grad_(False)
+        self.decoder = model.get_decoder().to(device).eval().requires_grad_(False)
         output = model.get_output_embeddings()
         if output is None or output.weight.ndim != 2:
             raise ValueError(f"the model {path!r} has no output layer that heads could start from")
@@ -58,7 +59,7 @@ class Backbone:
     def hidden_states(self, token_ids: Tensor) -> Tensor:
         """Return the last hidden states, which the output layer reads: [rows, tokens,
         hidden_size]."""
-        hidden: Tensor = self._decoder(token_ids.to(self.device), use_cache=False).last_hidden_state
+        hidden: Tensor = self.decoder(token_ids.to(self.device), use_cache=False).last_hidden_state
         return hidden
 
     @torch.inference_mode()

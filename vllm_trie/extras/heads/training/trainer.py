@@ -50,6 +50,18 @@ class HeadScore(NamedTuple):
     """Mean negative log-likelihood, nats."""
 
 
+def learning_rate_factor(step: int, done: float, warmup_steps: int) -> float:
+    """Return a step's learning rate over its peak: it rises, then falls to 0 along a cosine.
+
+    Args:
+        step: Its number, from 0.
+        done: Share of the training before it.
+        warmup_steps: Until the peak.
+    """
+    warm = min(1.0, (step + 1) / max(1, warmup_steps))
+    return warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+
 class Trainer:
     """Trains heads in place; :meth:`state` and :meth:`resume` carry it over an interruption."""
 
@@ -117,16 +129,13 @@ class Trainer:
             torch.autograd.backward(loss)
             losses.append(loss.item())
         for group in self._optimizer.param_groups:
-            group["lr"] = plan.learning_rate * self._rate()
+            group["lr"] = plan.learning_rate * learning_rate_factor(
+                self.step, self.step / max(1, plan.steps), plan.warmup_steps
+            )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return losses
-
-    def _rate(self) -> float:
-        done = self.step / max(1, self.plan.steps)
-        warm = min(1.0, (self.step + 1) / max(1, self.plan.warmup_steps))
-        return warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
     def _inputs(self, rows: np.ndarray, numbers: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Return hidden states [places, hidden_size], and for each place [rows, tokens] the output
