@@ -278,9 +278,9 @@ def beams(device: torch.device, count: int = 1, items: ItemTrie | None = None) -
             suffix = tails[:, : number // 3] if is_ahead else tails
             token_ids = None if is_ahead else tails[:, 0]
             steps.append(BeamStep(proxy, 32, 32 + number, token_ids, (prompt,), (suffix,), None))
-            known = None if is_ahead else totals
             if items is None:
-                selections.append(TokenSelection(proxy, known, 2 * width, stop_token_ids=(2,)))
+                of_host = None if is_ahead else totals
+                selections.append(TokenSelection(proxy, of_host, 2 * width, stop_token_ids=(2,)))
             else:
                 nodes = items.children(np.array([0])).nodes[:width]
                 runner.beams.selector._parts.kept[ItemSelection, "items"] = {"": items}

@@ -83,9 +83,9 @@ def move_rows(
         is to be copied.
     """
     is_fresh = fresh >= 0
-    own = torch.where(is_fresh, fresh, table[targets, tails])
+    written = torch.where(is_fresh, fresh, table[targets, tails])
     copied = torch.where(is_fresh, fresh, table[sources, tails])
     rows = table[sources]
-    rows.scatter_(1, tails[:, None], own[:, None].int())
+    rows.scatter_(1, tails[:, None], written[:, None].int())
     table.index_copy_(0, targets, rows)
-    return torch.stack([copied, own])
+    return torch.stack([copied, written])

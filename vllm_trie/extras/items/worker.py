@@ -68,14 +68,14 @@ class ItemSelection(NamedTuple):
         """
         steps = [
             ItemStep(
-                view(each._trie(worker.kept), each.selection),
-                each.nodes,
-                each.totals,
-                each.beam_width,
-                each.eos_token_id,
-                each.weight_factor,
+                view(search._trie(worker.kept), search.selection),
+                search.nodes,
+                search.totals,
+                search.beam_width,
+                search.eos_token_id,
+                search.weight_factor,
             )
-            for each in selections
+            for search in selections
         ]
         return best_continuations(steps, logits, selections[0].normalize)
 

@@ -150,8 +150,8 @@ class BeamSlots:
         if self._copies:
             copies = np.ascontiguousarray(np.array(self._copies, dtype=np.int64).T)
             self._copy(to_device(copies, self._runner.device))
-        if known := [step for step in self._steps if step.token_ids is not None]:
-            self._write_known(known)
+        if sent := [step for step in self._steps if step.token_ids is not None]:
+            self._write_sent(sent)
         if ahead := [step for step in self._steps if step.token_ids is None]:
             self._write_children(ahead)
 
@@ -164,7 +164,7 @@ class BeamSlots:
             self._copier = BlockCopier(caches, self._runner.kv_cache_config.num_blocks)
         self._copier.copy(copies)
 
-    def _write_known(self, steps: Sequence[BeamStep]) -> None:
+    def _write_sent(self, steps: Sequence[BeamStep]) -> None:
         """Write beams that the scheduler sends."""
         tables = self._runner.block_tables
         indices = [self._indices_of(step) for step in steps]
