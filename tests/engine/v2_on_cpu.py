@@ -11,7 +11,6 @@ rejection sampler, its scheduler; attention is the CPU's.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import threading
@@ -30,15 +29,10 @@ triton.backends.backends["cpu"] = SimpleNamespace(
     driver=SimpleNamespace(is_active=lambda: True), compiler=None
 )
 
-from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.unit.attention.shuffled_programs import shuffle_programs
 
-# The interpreter checks each sum for overflow, for a part of its time.
-interpreter.interpreter_builder.options = dataclasses.replace(
-    interpreter.interpreter_builder.options, sanitize_overflow=False
-)
 shuffle_programs()
 
 # vLLM calls it eight times when an engine starts: up to 3 s. The programs keep their engines.
