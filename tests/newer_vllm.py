@@ -28,4 +28,5 @@ def newer_vllm() -> dict[str, str]:
                 last = done.stderr.decode().splitlines()[-1:]
                 pytest.skip(f"vLLM {VERSION} cannot be had: {last}")
             os.rename(temporary, _FOLDER)
-    return {"PYTHONPATH": str(_FOLDER)}
+    # What vLLM keeps of each model class is that of the release that looked at it last.
+    return {"PYTHONPATH": str(_FOLDER), "VLLM_CACHE_ROOT": f"{_FOLDER}-cache"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib.util
 import os
@@ -46,10 +47,21 @@ def free_blocks(llm: Any) -> int:
     return scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+@functools.cache
+def _do_once_what_starts_repeat() -> None:
+    """vLLM's CPU platform looks through all modules for Triton's kernels, 0.3 s for each start; the
+    first time it replaces them."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.register_triton_kernel_overrides
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(stock))
+
+
 class Engines:
     """The engines of a test file: started when asked for, shared, freed together."""
 
     def __init__(self) -> None:
+        _do_once_what_starts_repeat()
         self._alive: dict[str, tuple[Any, int]] = {}
 
     def __call__(self, **options: Any) -> Any:

@@ -27,7 +27,6 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config.mamba import MambaBackendEnum
-from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -203,8 +202,6 @@ def compare_families(names: Iterable[str], num_tokens: int) -> dict[str, Any]:
     """Compare families on Model Runner V2, by name."""
     results = {}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        # vLLM looks at each model class in a fresh interpreter, which takes longer than the rest.
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         take_text_for_images(patch)
         take_the_devices_recurrent_kernels()
         for name in names:

@@ -89,6 +89,7 @@ def schedule_as_on_a_gpu() -> None:
     """Leave asynchronous scheduling as vLLM resolved it, which a CPU always switches off."""
     import torch
     import vllm.v1.worker.cpu.shm  # noqa: F401 - its stand-ins, before the ones here
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -100,6 +101,7 @@ def schedule_as_on_a_gpu() -> None:
         vllm_config.scheduler_config.async_scheduling = resolved
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    registry._run_in_subprocess = lambda function: function()  # which imports vLLM anew
     # This kernel is beyond the interpreter; vLLM has its twin in torch operations. vLLM 0.33 gives
     # the kernel hints too.
     twin = topk_topp_sampler.apply_top_k_top_p_pytorch
