@@ -98,7 +98,7 @@ class FixedTreeDrafter(MedusaDrafter):
     Options = FixedTreeOptions
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        tokens, probabilities = self.candidates(requests)
+        tokens, probabilities, _ = self.candidates(requests)
         paths = tuple(map(tuple, self.options.paths))
         return [
             template(paths, request.max_nodes, request.max_depth, request.chain_only).fill(

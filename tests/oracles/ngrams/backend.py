@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.oracles.ngrams.best_first import BestFirstTree
 from tests.oracles.ngrams.index import NgramIndex
-from tests.oracles.ngrams.mixture import Answer, Mixture, grow
+from tests.oracles.ngrams.mixture import Answer, Heads, Mixture, grow
 from vllm_trie.drafts.ngrams.blend import Blend, Kind
 from vllm_trie.drafts.ngrams.job import Candidates, Draft, Job
 
@@ -22,14 +22,12 @@ class PythonBackend:
 
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
         if candidates is None:
-            return [self._draft(job, []) for job in jobs]
-        rows = zip(candidates.tokens.tolist(), candidates.probabilities.tolist(), strict=True)
-        return [
-            self._draft(job, [list(zip(*head, strict=True)) for head in zip(*row, strict=True)])
-            for job, row in zip(jobs, rows, strict=True)
-        ]
+            return [self._draft(job, Heads()) for job in jobs]
+        fields = (field.tolist() for field in candidates if field is not None)
+        rows = zip(jobs, *fields, strict=True)
+        return [self._draft(job, Heads(*of_job)) for job, *of_job in rows]
 
-    def _draft(self, job: Job, heads: Sequence[Sequence[tuple[int, float]]]) -> Draft:
+    def _draft(self, job: Job, heads: Heads) -> Draft:
         blend = self._blends[job.is_sampled]
         table = None if job.recycled is None else job.recycled.observe(job)
         sources = ((Kind.OWN, job.own), (Kind.STORE, job.store), (Kind.ARCHIVE, job.archive))

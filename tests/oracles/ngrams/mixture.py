@@ -45,6 +45,21 @@ class Recycled(NamedTuple):
     guesses: Row = ()
 
 
+class Heads(NamedTuple):
+    """Predictions of a request's heads; see :class:`vllm_trie.drafts.ngrams.job.Candidates`."""
+
+    tokens: Sequence[Sequence[int]] = ()
+    probabilities: Sequence[Sequence[float]] = ()
+    transitions: Sequence[Sequence[Sequence[float]]] = ()
+
+    def after(self, token: int, head: int) -> Row:
+        """Return a head's candidates behind a token."""
+        probabilities = self.probabilities[head]
+        if self.transitions and head > 0 and token in self.tokens[head - 1]:
+            probabilities = self.transitions[head - 1][self.tokens[head - 1].index(token)]
+        return list(zip(self.tokens[head], probabilities, strict=True))
+
+
 FindRecycled = Callable[[Sequence[int], bool], Recycled]
 """Takes the last four tokens before a point of the text, :data:`ANY_TOKEN` for those before its
 first, and whether the last one is committed."""
@@ -161,7 +176,7 @@ def grow(
     tree: BestFirstTree,
     mixture: Mixture,
     token_ids: Sequence[int],
-    heads: Sequence[Sequence[tuple[int, float]]] = (),
+    heads: Heads,
     answer: Answer | None = None,
 ) -> list[list[Match]]:
     """Fill a tree with the likeliest continuations of `token_ids`.
@@ -170,7 +185,7 @@ def grow(
         tree: empty.
         mixture: The sources.
         token_ids: The text that is continued.
-        heads: Each head's candidates and their probabilities, the likeliest first.
+        heads: Predictions, which need no text.
         answer: Of the store, which is the second source then.
 
     Returns:
@@ -195,8 +210,9 @@ def grow(
             blend.cut_share * cut,
             -1 if answer_order < 0 else answer_order + depth - 1,
         )
-        if depth <= len(heads) and left >= blend.min_left_for_heads:
-            for token, probability in heads[depth - 1]:
+        if depth <= len(heads.tokens) and left >= blend.min_left_for_heads:
+            last = ANY_TOKEN if parent == ROOT else tree.chosen[parent].token
+            for token, probability in heads.after(last, depth - 1):
                 shares[token] = shares.get(token, 0.0) + left * probability
         for token, share in shares.items():
             trust = blend.path_trust if depth > 1 else 0.0

@@ -68,14 +68,17 @@ class Job(NamedTuple):
 class Candidates(NamedTuple):
     """Predictions of a model's heads, which need no text.
 
-    Both are contiguous, [jobs, K, m]: for each job and head m different tokens, the likeliest
-    first. Head i predicts the token at depth i + 1.
+    All are contiguous, [jobs, K, m]: for each job and head m different tokens, the likeliest first
+    unless there are transitions. Head i predicts the token at depth i + 1.
     """
 
     tokens: np.ndarray
     """int32."""
     probabilities: np.ndarray
     """float32. A candidate without probability (or NaN) is none."""
+    transitions: np.ndarray | None = None
+    """float32 [jobs, K - 1, m, m]: the probabilities of head i + 1 after each candidate of head i.
+    After other tokens they are its `probabilities`."""
 
 
 class Draft(NamedTuple):

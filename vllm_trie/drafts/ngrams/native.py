@@ -196,9 +196,10 @@ def draft_batch(
             *(scope, text, answer, output_begin, *of_request),
         )
         parts += (packed, tokens, *arrays)
-    predicted = (0, 0, 0, 0)
+    predicted = (0, 0, 0, 0, 0)
     if candidates is not None:
-        predicted = (*(a.ctypes.data for a in candidates), *candidates.tokens.shape[1:])
+        addresses = (0 if array is None else array.ctypes.data for array in candidates)
+        predicted = (*addresses, *candidates.tokens.shape[1:])
     parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
     rows = np.empty((len(jobs), 2 + 3 * max(stride, 0)), dtype=np.int32)
     if LIBRARY.functions.ngram_draft(b"".join(parts), rows.ctypes.data) == _NONE:

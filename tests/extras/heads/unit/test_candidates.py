@@ -17,7 +17,7 @@ def test_probabilities_are_those_of_a_softmax(dtype):
     wide = torch.randn(3, 40, 700).to(dtype)
     part = wide[:, ::2, 50:650]
     temperatures = torch.tensor([0.5, 1.0, 2.0])
-    tokens, probabilities = top_candidates(part, temperatures, None, 9)
+    tokens, probabilities, _ = top_candidates(part, temperatures, None, 9)
     assert tokens.shape == probabilities.shape == (20, 3, 9)
     expected = torch.softmax(part.float() / temperatures[:, None, None], dim=-1).transpose(0, 1)
     best = expected.topk(9).values
@@ -29,7 +29,7 @@ def test_probabilities_are_those_of_a_softmax(dtype):
 def test_outputs_are_mapped_to_tokens():
     token_map = torch.randperm(1000)[:50]
     logits = torch.randn(2, 3, 50)
-    tokens, probabilities = top_candidates(logits, torch.ones(2), token_map, 70)
+    tokens, probabilities, _ = top_candidates(logits, torch.ones(2), token_map, 70)
     outputs = logits.transpose(0, 1).argsort(-1, descending=True)
     assert tokens.tolist() == token_map[outputs].tolist()
     np.testing.assert_allclose(probabilities.sum(-1), 1.0, rtol=1e-5)
@@ -41,7 +41,7 @@ def test_outputs_are_mapped_to_tokens():
 def test_logits_without_a_softmax_are_not_believed(place, poison, dtype):
     logits = torch.randn(2, 1, 300, dtype=dtype)
     logits[1, 0, place] = poison
-    tokens, probabilities = plain(logits, 5)
+    tokens, probabilities, _ = plain(logits, 5)
     assert logits[0, 0, tokens[0, 0]].tolist() == logits[0, 0].topk(5).values.tolist()
     assert probabilities[0, 0].min() > 0.0
     assert probabilities[0, 1].tolist() == [0.0] * 5
@@ -53,7 +53,7 @@ def test_excluded_outputs_have_no_probability():
     logits = torch.full((2, 1, 5000), -torch.inf)
     logits[0, 0, [7, 130]] = torch.tensor([1.0, 2.0])
     logits[0, 0, 4999] = 3.0
-    tokens, probabilities = plain(logits, 4)
+    tokens, probabilities, _ = plain(logits, 4)
     assert tokens[0, 0].tolist()[:3] == [4999, 130, 7]
     assert probabilities[0, 0].sum() == pytest.approx(1.0)
     assert probabilities[0, 0, 3] == 0.0

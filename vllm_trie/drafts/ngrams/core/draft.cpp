@@ -60,8 +60,11 @@ void draft_batch(const char* batch, int32_t* rows) {
         tree.lay_out(nodes, nodes + head.stride,
                      reinterpret_cast<float*>(nodes + 2 * head.stride));
         rows = nodes + 3 * head.stride;
-        predicted.tokens += predicted.num_heads * predicted.num_candidates;
-        predicted.probabilities += predicted.num_heads * predicted.num_candidates;
+        const int64_t count = predicted.num_candidates;
+        predicted.tokens += predicted.num_heads * count;
+        predicted.probabilities += predicted.num_heads * count;
+        if (predicted.transitions != nullptr)
+            predicted.transitions += (predicted.num_heads - 1) * count * count;
     }
 }
 
@@ -131,7 +134,7 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
     const double left = ask_contexts(blend, contexts_after(parent), answer_order,
                                      std::max(blend.min_left, blend.cut_left * cut), smallest);
     if (depth <= candidates.num_heads && left >= blend.min_left_for_heads)
-        ask_head(candidates, depth - 1, left, above * (1.0 + blend.path_trust));
+        ask_head(candidates, depth - 1, parent, left, above * (1.0 + blend.path_trust));
     for (const Successor& successor : successors_) {
         double probability = successor.probability;
         if (depth > 1 && blend.path_trust > 0.0)
@@ -253,17 +256,34 @@ void Drafter::find_recycled(const DraftJob& job, int32_t parent) {
             guesses_.push_back({previous->tokens[i], previous->probability(i)});
 }
 
+// The probabilities of a head's candidates below a node: its token's transitions, if it is a candidate
+// of the head before.
+const float* Drafter::probabilities_after(const Candidates& candidates, int64_t head,
+                                          int32_t parent) const {
+    const int64_t count = candidates.num_candidates;
+    if (candidates.transitions != nullptr && head > 0) {
+        const int32_t* before = candidates.tokens + (head - 1) * count;
+        const int32_t* at = std::find(before, before + count, tree_.chosen(parent).token);
+        if (at != before + count)
+            return candidates.transitions + ((head - 1) * count + (at - before)) * count;
+    }
+    return candidates.probabilities + head * count;
+}
+
 // A head gets the probability that the contexts have left. The path of a child of probability p has
 // at most p * most.
-void Drafter::ask_head(const Candidates& candidates, int64_t head, double left, double most) {
+void Drafter::ask_head(const Candidates& candidates, int64_t head, int32_t parent, double left,
+                       double most) {
     const bool knows_none = successors_.size() == 0;
-    const int64_t first = head * candidates.num_candidates;
-    for (int64_t i = first; i < first + candidates.num_candidates; ++i) {
-        const int32_t token = candidates.tokens[i];
-        const double share = left * static_cast<double>(candidates.probabilities[i]);
+    const bool is_in_order = candidates.transitions == nullptr;
+    const int32_t* tokens = candidates.tokens + head * candidates.num_candidates;
+    const float* probabilities = probabilities_after(candidates, head, parent);
+    for (int64_t i = 0; i < candidates.num_candidates; ++i) {
+        const int32_t token = tokens[i];
+        const double share = left * static_cast<double>(probabilities[i]);
         // The rest is no likelier; but the text's own successors get their part of it.
         const bool is_hopeless = tree_.is_hopeless(most * share);
-        if (is_hopeless && knows_none) break;
+        if (is_hopeless && knows_none && is_in_order) break;
         Successor* known = knows_none ? nullptr : successors_.find(token);
         if (known != nullptr)
             known->probability += share;

@@ -91,10 +91,11 @@ struct DraftJob {
 };
 
 // Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
-// depth i + 1, the likeliest first, its tokens distinct.
+// depth i + 1, its tokens distinct. Without transitions the likeliest comes first.
 struct Candidates {
     const int32_t* tokens;
     const float* probabilities;
+    const float* transitions;  // of head i + 1 after each candidate of head i; may be null
     int64_t num_heads;
     int64_t num_candidates;
 };
@@ -139,7 +140,10 @@ class Drafter {
     void ask_counted(const Counted& counted, const Source& source, double smallest, double& left);
     template <typename Row>
     void ask_row(const Row& row, double trust, double smallest, double& left);
-    void ask_head(const Candidates& candidates, int64_t head, double left, double most);
+    const float* probabilities_after(const Candidates& candidates, int64_t head,
+                                     int32_t parent) const;
+    void ask_head(const Candidates& candidates, int64_t head, int32_t parent, double left,
+                  double most);
 
     BestFirstTree tree_;
     View sources_[kMaxSources];  // in the order in which they are believed
