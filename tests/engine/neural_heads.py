@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,20 @@ def make_eagle3(folder: Path) -> str:
     return _save(folder, config, {**weights, "lm_head.weight": _embeddings()})
 
 
-def make_dflash(folder: Path, **changes: Any) -> str:
-    """Write a DFlash drafter of two layers with random weights; returns its folder."""
+def make_dflash(
+    folder: Path,
+    settings: Mapping[str, Any] = {},
+    shapes: Mapping[str, Sequence[int]] = {},
+    **changes: Any,
+) -> str:
+    """Write a DFlash drafter of two layers with random weights; returns its folder.
+
+    Args:
+        folder: Of the checkpoint.
+        settings: More of its `dflash_config`.
+        shapes: Of more weights.
+        changes: Of the other settings.
+    """
     config = _config(
         **{
             "architectures": ["DFlashDraftModel"],
@@ -47,7 +60,7 @@ def make_dflash(folder: Path, **changes: Any) -> str:
             "num_target_layers": _config()["num_hidden_layers"],
             "layer_types": ["full_attention"] * 2,
             "block_size": 16,
-            "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1, 3]},
+            "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1, 3], **settings},
             **changes,
         }
     )
@@ -63,7 +76,7 @@ def make_dflash(folder: Path, **changes: Any) -> str:
         weights |= {"lm_head.weight": head, "d2t": torch.arange(len(head))}
         weights["markov_head.markov_w1.weight"] = torch.randn(config["vocab_size"], rank)
         weights["markov_head.markov_w2.weight"] = torch.randn(len(head), rank)
-    return _save(folder, config, weights)
+    return _save(folder, config, weights | _random(shapes))
 
 
 def make_dspark(folder: Path) -> str:
@@ -73,6 +86,88 @@ def make_dspark(folder: Path) -> str:
     return make_dflash(
         folder, architectures=["Qwen3DSparkModel"], markov_rank=8, draft_vocab_size=size
     )
+
+
+def make_dflash2(folder: Path) -> str:
+    """Write a DFlash2 drafter, whose candidates' scores go by the token before; returns its
+    folder."""
+    config = _config()
+    settings = {"selector_rank": 8, "selector_top_k": 4}
+    shapes = {
+        "candidate_selector.predecessor_codebook": (config["vocab_size"], 8),
+        "candidate_selector.successor_codebook": (config["vocab_size"], 8),
+        "candidate_selector.hidden_projection.weight": (8, config["hidden_size"]),
+    }
+    return make_dflash(
+        folder,
+        {**settings, **CONVOLUTIONS},
+        {**shapes, **_convolutions(config["hidden_size"])},
+        architectures=["DFlash2DraftModel"],
+    )
+
+
+def make_lilicorr(folder: Path) -> str:
+    """Write a LiLiCorr drafter, whose scores go by the target's last state, too; returns its
+    folder."""
+    size = _config()["hidden_size"]
+    settings = {
+        f"lilicorr_{name}": value
+        for name, value in {
+            "hidden_size": size,
+            "candidate_topk": 8,
+            "num_heads": 1,
+            "num_layers": 0,
+            "mlp_ratio": 1,
+            "factor_dim": 8,
+            "vector_eps": 1e-6,
+            "logit_scale": 32.0,
+        }.items()
+    }
+    shapes: dict[str, Sequence[int]] = {
+        "slot_embedding": (1, 1, 15, 1, size),
+        "rank_embedding": (1, 1, 1, 8, size),
+        "relative_slot_bias": (1, 31),
+        "same_slot_bias": (1,),
+        "output_norm.weight": (size,),
+        "anchor_norm.weight": (size,),
+        "feature_norm.weight": (5,),
+        "feature_norm.bias": (5,),
+    }
+    for name, shape in {
+        "pass_hidden_proj": (size, size),
+        "context_proj": (size, size),
+        "feature_mlp.up_proj": (size, 5),
+        "feature_mlp.down_proj": (size, size),
+        "factor_input_proj": (size, 3 * size),
+        "in_head": (8, size),
+        "out_head": (8, size),
+        "anchor_out_head": (8, size),
+    }.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return make_dflash(
+        folder,
+        {**settings, **CONVOLUTIONS},
+        {**{f"lilicorr.{name}": shapes[name] for name in shapes}, **_convolutions(size)},
+        architectures=["LiLiCorrDraftModel"],
+    )
+
+
+CONVOLUTIONS = {"conv_kernel_size": 3, "conv_group_size": 32}
+
+
+def _convolutions(size: int) -> dict[str, Sequence[int]]:
+    """Return the shapes of the convolutions around the layers of a DFlash2 drafter."""
+    taps, group = CONVOLUTIONS.values()
+    shapes = {
+        "base_kernel": (2, taps, size),
+        "kernel_projection.weight": (2 * taps * size // group, size),
+    }
+    return {
+        f"layers.{layer}.{part}_conv.{name}": shape
+        for layer in range(2)
+        for part in ("attention", "mlp")
+        for name, shape in shapes.items()
+    }
 
 
 def make_mtp(folder: Path) -> str:
@@ -108,9 +203,13 @@ def _random_layer(prefix: str, config: dict[str, Any], input_size: int) -> dict[
         "mlp.up_proj": (inner, size),
         "mlp.down_proj": (size, inner),
     }
-    weights = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    weights = _random(shapes)
     weights |= {name: torch.ones(size) for name in ("input_layernorm", "post_attention_layernorm")}
     return {f"{prefix}{name}.weight": weight for name, weight in weights.items()}
+
+
+def _random(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(*shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
 
 
 def _target_weights() -> dict[str, torch.Tensor]:
@@ -135,5 +234,12 @@ def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
     return str(folder)
 
 
-RANDOM = {"dflash": make_dflash, "dspark": make_dspark, "eagle3": make_eagle3, "mtp": make_mtp}
-"""Makers of drafters with random weights, by method."""
+RANDOM = {
+    "dflash": make_dflash,
+    "dflash2": make_dflash2,
+    "dspark": make_dspark,
+    "eagle3": make_eagle3,
+    "lilicorr": make_lilicorr,
+    "mtp": make_mtp,
+}
+"""Makers of drafters with random weights, by vLLM's name of their speculator."""

@@ -229,7 +229,7 @@ def test_the_newer_vllm() -> None:
     assert union["accepted"] > 0
     assert union["skipped"] > 0
     check_trees(result["eagle3"])
-    check_trees(result["dflash"], unordered=1e-3)  # 9e-3 on this release
+    check_trees(result["lilicorr"])  # a kind of DFlash, with candidates
     assert not any(union["failures"].values())
     assert union["blocks_lost"] == 0
 
@@ -276,16 +276,14 @@ def test_trees_of_trained_drafters(results) -> None:
     check_trees(results["alone"])
 
 
-def check_trees(result: dict[str, Any], unordered: float = 1e-2) -> None:
-    """Check a union's trees against its chains; predictions are off by more than `unordered` if the
-    step's tokens are left as trees have them."""
+def check_trees(result: dict[str, Any]) -> None:
     chains, trees = result["chains"], result["trees"]
     assert trees["differences"] == []
     assert chains["agrees"]
     assert trees["agrees"]
     assert trees["accepted"] > 1.15 * chains["accepted"] > 0
     assert trees["error"] < 1e-4
-    assert trees["unordered error"] > unordered
+    assert trees["unordered error"] > 1e-2
 
 
 def test_waits_with_a_trained_drafter(results) -> None:

@@ -21,6 +21,7 @@ from tests.engine.compare import (
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
 from tests.engine.neural_heads import RANDOM, make_draft_model
 from tests.engine.v2_waits import Waits
+from vllm_trie.drafts.ngrams import Candidates
 from vllm_trie.lab.tiny_model import eagle_path
 
 LENGTH = 3
@@ -48,22 +49,36 @@ def union(entry: dict[str, Any], num_nodes: int, **options: Any) -> dict[str, An
 
 def note_predictions(llm: LLM) -> tuple[dict[tuple[int, ...], np.ndarray], list[bool]]:
     """Return a dictionary that takes the probabilities of the drafter's likeliest tokens at each
-    position after each text, and a list that takes whether vLLM drafts the likeliest of all."""
+    position after each text, and a list that takes whether vLLM drafts the likeliest of all, each
+    after the one before."""
     heads: Any = trees_of(llm).guard.drafter.heads
     seen, stock = dict[tuple[int, ...], np.ndarray](), heads.candidates
     agrees = list[bool]()
 
     def candidates(requests: Any) -> Any:
         predicted = stock(requests)
-        for request, of_request in zip(requests, predicted.probabilities, strict=True):
+        flat = [of_all.reshape(len(requests), -1) for of_all in predicted[1:] if of_all is not None]
+        for request, of_request in zip(requests, np.hstack(flat), strict=True):
             seen[tuple(request.token_ids.tolist())] = of_request
         rows = [heads._rows[request.request_id] for request in requests]
         chains = np.from_dlpack(runner_of(llm).speculator.draft_tokens)  # no wait that counts
-        agrees.append(np.array_equal(predicted.tokens[..., 0], chains[rows]))
+        agrees.append(np.array_equal(likeliest_chains(predicted), chains[rows]))
         return predicted
 
     heads.candidates = candidates
     return seen, agrees
+
+
+def likeliest_chains(predicted: Candidates) -> np.ndarray:
+    """Return the likeliest token of each position, int32 [requests, K]."""
+    tokens, probabilities, transitions = predicted
+    best = probabilities.argmax(-1)
+    if transitions is not None:
+        requests = np.arange(len(best))
+        for position in range(1, best.shape[1]):
+            after = transitions[requests, position - 1, best[:, position - 1]]
+            best[:, position] = after.argmax(-1)
+    return np.take_along_axis(tokens, best[..., None], -1)[..., 0]
 
 
 def largest_error(chains: dict[Any, np.ndarray], trees: dict[Any, np.ndarray]) -> float:
@@ -155,21 +170,22 @@ def compare_neural(engine: MakeEngine, cases: list[Comparison]) -> dict[str, Any
 
 
 def compare_random(
-    engine: MakeEngine, cases: list[Comparison], folder: Path, *methods: str
+    engine: MakeEngine, cases: list[Comparison], folder: Path, *names: str
 ) -> dict[str, Any]:
     """Compare drafters with random weights, next to n-grams; see :func:`compare_trees`."""
     settings: dict[str, Any] = {"mtp": {"hf_overrides": {"num_nextn_predict_layers": 1}}}
+    methods_of = {"dflash2": "dflash", "lilicorr": "dflash"}
     return {
-        method: compare_trees(
-            partial(engine, **settings.get(method, {})),
+        name: compare_trees(
+            partial(engine, **settings.get(name, {})),
             {
-                "method": method,
-                "model": RANDOM[method](folder / method),
+                "method": methods_of.get(name, name),
+                "model": RANDOM[name](folder / name),
                 "num_speculative_tokens": LENGTH,
             },
             cases,
         )
-        for method in methods or RANDOM
+        for name in names or RANDOM
     }
 
 

@@ -7,7 +7,7 @@ random requests; this compares only such, as many as are wanted, with one of `ME
 
 And this only trained drafters with random weights, all or some, as chains and as trees:
 
-    python -m tests.engine.v2_run trained [METHOD ...]
+    python -m tests.engine.v2_run trained [NAME ...]
 """
 
 from __future__ import annotations
@@ -596,7 +596,7 @@ def compare_newer(folder: Path) -> dict[str, Any]:
     long = generate(llm, *requests)
     result: dict[str, Any] = {"union": compare_union(engine, requests, long, folder)}
     cases = neural_cases({**plain, "long": long})
-    result |= compare_random(engine, cases, folder, "eagle3", "dflash")
+    result |= compare_random(engine, cases, folder, "eagle3", "lilicorr")
     for name, options in {
         "ahead": {"speculative_config": AHEAD, **ADAPTERS},
         "trees": {"speculative_config": TREES},

@@ -39,12 +39,20 @@ _speculator("propose", "set",
 _parallel = Symbols("v1.worker.gpu.spec_decode.", "a speculator can be a part of another")
 _parallel("dflash.speculator:DFlashSpeculator._generate_draft", "relied on",
     "shows the logits of all positions in one call", "num_reqs")
+_parallel("dflash2.speculator:CandidateSampler.sample", "set",
+    "keeps the candidates of all positions and their scores after each candidate",
+    "candidate_ids scores num_reqs sample_pos idx_mapping")
+_parallel("dflash2.speculator:CandidateSampler.__init__", "relied on",
+    "makes scores, which are then those along the chain", "max_num_reqs num_steps top_k device")
+_parallel("dflash2.speculator:DFlash2Speculator.__init__", "relied on",
+    "makes candidate_sampler", "vllm_config device")
 _parallel("dspark.speculator:DSparkSpeculator._sample_logits", "relied on",
     "shows logits of the drafter's vocabulary, which its model maps to the target's", "logits step")
 # fmt: on
 
-_PARALLEL = ("DFlashDraftModel", "Qwen3DSparkModel")
-"""Architectures that predict all positions in one pass, and show the logits of each."""
+_PARALLEL = ("DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3DSparkModel")
+"""Architectures that predict all positions in one pass, and show the logits of each or its
+candidates."""
 
 
 def check_trained_drafter(vllm_config: VllmConfig, method: str, model: str | None) -> None:

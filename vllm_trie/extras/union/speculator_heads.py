@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 class SpeculatorHeads:
     """A source of heads: each predicts the likeliest tokens of a position, given the likeliest ones
-    before it, or none of them with ``dflash``.
+    before it, or none of them with ``dflash``. DFlash2 and LiLiCorr score the candidates of a
+    position after each candidate of the one before.
 
     Args:
         speculator: vLLM's, as made. Its ``propose`` is replaced by one that returns the union's
-            drafts, and its estimate of acceptance by one that keeps the likeliest tokens.
+            drafts, and its estimate of acceptance by one that keeps the likeliest tokens, or its
+            walk through candidates by one that keeps them.
         adapter: Drafts with the union, which calls :meth:`candidates`.
     """
 
@@ -44,9 +46,17 @@ class SpeculatorHeads:
         self._run_speculator: Callable[..., torch.Tensor] = speculator.propose
         # By the runner's request index; CUDA graphs are padded with requests of index -1.
         num_rows, self._count = speculator.draft_tokens.shape
-        shape = num_rows + 1, self._count, ROW_TOKENS
+        sampler: Any = getattr(speculator, "candidate_sampler", None)
+        num_candidates = ROW_TOKENS if sampler is None else sampler.top_k
+        shape = num_rows + 1, self._count, num_candidates
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=speculator.device)
         self._probabilities = torch.zeros(shape, device=speculator.device)
+        self._kept = [self._tokens, self._probabilities]  # the fields of `Candidates`
+        if sampler is not None:
+            pairs = num_rows + 1, self._count - 1, num_candidates, num_candidates
+            self._kept.append(torch.zeros(pairs, device=speculator.device))
+            self._walk: Callable[..., None] = sampler.sample
+            sampler.sample = self._keep_candidates
         # On their way to the host: the rows of the requests, their predictions, and the event.
         self._rows: Mapping[str, int] = {}
         self._copies: list[np.ndarray] = []
@@ -60,8 +70,7 @@ class SpeculatorHeads:
         """Wait for the step's predictions and return those of some requests."""
         self._copied.synchronize()
         rows = [self._rows[request.request_id] for request in requests]
-        tokens, probabilities = (copy[rows] for copy in self._copies)
-        return Candidates(tokens, np.nan_to_num(probabilities))
+        return Candidates(*(np.nan_to_num(copy[rows]) for copy in self._copies))
 
     def _init_cudagraph_manager(self, cudagraph_mode: object) -> None:
         """Tell the speculator of N while it makes managers of CUDA graphs, as batches verify N
@@ -109,8 +118,7 @@ class SpeculatorHeads:
         if drafts is None:
             return chains
         self._rows = {request_id: row for row, request_id in enumerate(input_batch.req_ids)}
-        kept = self._tokens, self._probabilities
-        self._copies = [async_copy_to_np(of_all[input_batch.idx_mapping]) for of_all in kept]
+        self._copies = [async_copy_to_np(kept[input_batch.idx_mapping]) for kept in self._kept]
         self._copied.record()
         return drafts
 
@@ -125,3 +133,29 @@ class SpeculatorHeads:
         rows = idx_mapping * self._count + draft_step
         self._tokens.flatten(0, 1)[rows] = tokens
         self._probabilities.flatten(0, 1)[rows] = probabilities
+
+    def _keep_candidates(
+        self,
+        candidate_ids: torch.Tensor,
+        scores: torch.Tensor,
+        num_reqs: int,
+        sample_pos: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        *rest: object,
+    ) -> None:
+        """Walk to vLLM's chain, then keep the candidates of all positions; part of CUDA graphs.
+
+        Args:
+            candidate_ids: int64 [num_reqs, K, m].
+            scores: [num_reqs, K, m, m]: of each position's candidates, the last dimension, after
+                each candidate of the position before.
+            num_reqs, sample_pos, rest: See ``CandidateSampler.sample``.
+            idx_mapping: Of the requests, at least [num_reqs * K].
+        """
+        self._walk(candidate_ids, scores, num_reqs, sample_pos, idx_mapping, *rest)
+        rows = idx_mapping[: num_reqs * self._count : self._count]
+        along_chain = self._speculator.candidate_sampler.scores[:num_reqs]
+        tokens, probabilities, transitions = self._kept
+        tokens[rows] = candidate_ids.int()
+        probabilities[rows] = along_chain.softmax(-1)
+        transitions[rows] = scores[:, 1:].float().softmax(-1)

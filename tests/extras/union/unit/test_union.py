@@ -68,6 +68,22 @@ def test_a_text_that_repeats_itself_comes_before_the_heads():
     assert paths_of(tree)[0] == (4,)
 
 
+def test_a_candidates_children_are_as_likely_as_after_it():
+    """And as in the chain after other tokens."""
+
+    class Pairs:
+        def candidates(self, requests: Sequence[DraftRequest]) -> Candidates:
+            tokens = np.array([[[1, 2], [3, 4]]] * len(requests), dtype=np.int32)
+            probabilities = np.array([[[0.5, 0.5], [0.3, 0.6]]] * len(requests), dtype=np.float32)
+            transitions = np.array([[[[0.1, 0.9], [0.8, 0.2]]]] * len(requests), dtype=np.float32)
+            return Candidates(tokens, probabilities, transitions)
+
+    [tree] = make_union(Pairs()).propose([make_request([7, 30, 9, 7], max_nodes=24)])
+    paths = by_path(tree)
+    odds = {token: paths[token, 3] / paths[token, 4] for token in (1, 2, 30)}
+    assert odds == pytest.approx({1: 1 / 9, 2: 4, 30: 1 / 2}, rel=0.25)
+
+
 @pytest.mark.parametrize("limits", [{"max_nodes": 2}, {"max_depth": 2}])
 def test_the_limits_of_a_request_hold(limits):
     [tree] = make_union(Chain()).propose([make_request([5, 6, 7], **limits)])
