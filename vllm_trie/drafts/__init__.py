@@ -6,6 +6,7 @@ from vllm_trie.drafts.drafter import (
     DrafterOptions,
     DraftRequest,
     LogitsRows,
+    PreparedDrafts,
     VerifiedStep,
 )
 from vllm_trie.drafts.registry import (
@@ -24,6 +25,7 @@ __all__ = [
     "DrafterContext",
     "DrafterOptions",
     "LogitsRows",
+    "PreparedDrafts",
     "VerifiedStep",
     "available_methods",
     "get_drafter_class",

@@ -124,6 +124,36 @@ class DraftRequest:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
 
+class PreparedDrafts(ABC):
+    """Drafts of a batch that wait for nothing but a step's tokens.
+
+    Attributes:
+        request_ids: Of the drafts, in their order.
+    """
+
+    request_ids: Sequence[str]
+
+    @abstractmethod
+    def draft(self, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Draft, as fast as can be: the device waits.
+
+        Args:
+            tokens: int64 [requests, N + 1], the step's tokens of each request of its batch.
+            counts: int64 [requests], how many of a row there are.
+
+        Returns:
+            int [drafts], the length of each chain, and int32 [drafts, N], its tokens and anything
+            behind them.
+        """
+
+    @abstractmethod
+    def trees(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        """Return the drafts of some of the requests, with the step's tokens in their texts.
+
+        Takes the place of :meth:`Drafter.propose` after :meth:`draft`.
+        """
+
+
 class Drafter(ABC):
     """Fills token trees; one object serves all requests of one rank."""
 
@@ -170,6 +200,20 @@ class Drafter(ABC):
 
         Saves time of the first call of `propose` with them.
         """
+
+    def prepare(
+        self, requests: Sequence[DraftRequest], rows: Sequence[int], num_new: int
+    ) -> PreparedDrafts | None:
+        """Prepare the drafts after a step of chains whose tokens are not known; None where the
+        drafter cannot, and `propose` does it all.
+
+        Args:
+            requests: As they were before the step, with rows of logits whose content comes with the
+                tokens. All want chains.
+            rows: Of the requests in the step's batch.
+            num_new: The most tokens that a request gets.
+        """
+        return None
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:

@@ -107,6 +107,31 @@ class RequestTexts:
             room -= self.num_tokens - before
         return [indexed[i] for i in range(len(requests))]
 
+    def ends(self, requests: Sequence[DraftRequest], num_new: int) -> list[IndexedText] | None:
+        """Return the ends of texts that are about to go on, as the compiled core takes them in with
+        what follows; None if one is not indexed yet or there is no room.
+
+        :meth:`update` follows with the longer texts.
+
+        Args:
+            requests: Before their next tokens.
+            num_new: The most tokens with which one goes on.
+        """
+        room = min(STEP_TOKENS, self._max_tokens - self.num_tokens)
+        ends = []
+        for request in requests:
+            text = self._texts.get(request.request_id)
+            if text is None or (text.prompt is not None and not text.text):
+                return None
+            end, length = self._end(request), len(request.token_ids)
+            if text.num_indexed != end or text.end != self._last_tokens(request, end):
+                return None
+            first = max(length - max(self._max_order, 2), 0)
+            tokens = np.ascontiguousarray(request.token_ids[first:], dtype=np.int32)
+            num_indexed = len(tokens) if self._index_output else 0
+            ends.append(IndexedText(text.index, text.text, first, tokens, num_indexed))
+        return ends if len(ends) * num_new <= room else None
+
     def release(self, request_id: str) -> None:
         """Forget a request."""
         text = self._texts.pop(request_id, None)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_trie.drafts.engine import step_clock
 from vllm_trie.drafts.engine.step_clock import StepClock
 
 
 class Now:
-    """A clock that tests advance; in place of the module `time`."""
+    """A clock that tests advance."""
 
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def perf_counter(self) -> float:
-        return self.seconds
+    seconds = 100.0
 
 
 @pytest.fixture
-def now(monkeypatch):
-    now = Now()
-    monkeypatch.setattr(step_clock, "time", now)
-    return now
+def now():
+    return Now()
 
 
 def run_step(clock: StepClock, now: Now, inside: float, outside: float, drafting: float) -> float:
@@ -31,8 +24,8 @@ def run_step(clock: StepClock, now: Now, inside: float, outside: float, drafting
     clock.leave_out(drafting)
     started = now.seconds
     now.seconds += inside
-    seconds = clock.stop(started)
-    clock.leave()
+    seconds = clock.stop(started, now.seconds)
+    clock.leave(now.seconds)
     return seconds
 
 

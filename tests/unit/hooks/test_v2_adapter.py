@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from tests.oracles.delivery import Kernel
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.test_tree_exchange import Rank
-from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
+from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest, PreparedDrafts
 from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.drafts.engine.draft_requests import ended_request
 from vllm_trie.drafts.engine.guard import GuardedDrafter
@@ -31,6 +33,7 @@ from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
 from vllm_trie.drafts.engine.verifier import TreeVerifier
+from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.tree import TokenTree
 
@@ -179,9 +182,6 @@ class Steps:
         num_drafts = np.array([len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids])
         first_rows = np.cumsum([0, *(1 + num_drafts)])
         num_rows = first_rows[-1]
-        tokens = np.full((len(ids), WIDTH + 1), -7)
-        for row, some in zip(tokens, sampled.values(), strict=True):
-            row[: len(some)] = some
         batch: Any = SimpleNamespace(
             req_ids=ids,
             num_reqs=len(ids),
@@ -203,6 +203,9 @@ class Steps:
         self.adapter.resume("positions", [self.on_device(range(1 + num_rows))])
         self.adapter.resume("masks")
         self.verify(batch)
+        tokens = np.full((len(ids), WIDTH + 1), -7)
+        for row, some in zip(tokens, sampled.values(), strict=True):
+            row[: len(some)] = some
         counts = self.on_device([len(some) for some in sampled.values()])
         self.adapter.resume("tokens", (self.on_device(tokens), counts))
         placeholders = self.adapter.propose(batch, hidden_states, max_nodes)
@@ -607,8 +610,8 @@ class Ahead(Steps):
         taken: The drafts that the device has where it verifies a step.
     """
 
-    def __init__(self, launches_ahead: bool) -> None:
-        drafter = NextNumbers()
+    def __init__(self, launches_ahead: bool, drafter: Drafter | None = None) -> None:
+        drafter = drafter or NextNumbers()
         drafter.needs_hidden_states = False  # type: ignore[misc]
         super().__init__(drafter, launches_ahead=launches_ahead)
         self.device_waits: list[dict[str, int]] = []
@@ -690,6 +693,156 @@ def test_a_step_ahead_is_launched_before_anything_is_waited_for(steps, monkeypat
     # The last kernel ran before its drafts were there, so it gave up and took none.
     assert ahead.taken == {"a": []}
     assert ahead.adapter.launches_ahead
+
+
+class Preparing(NextNumbers):
+    """Prepares its drafts, and fails at that where it is told to.
+
+    Attributes:
+        fault: Where it fails.
+        prepared: Batches whose drafts reached the device early.
+    """
+
+    needs_hidden_states = False
+    fault = ""
+    prepared = 0
+
+    def prepare(
+        self, requests: Sequence[DraftRequest], rows: Sequence[int], num_new: int
+    ) -> PreparedDrafts | None:
+        self.fail("prepare")
+        drafter, texts = self, [request.token_ids for request in requests]
+
+        class Drafts(PreparedDrafts):
+            request_ids = tuple(request.request_id for request in requests)
+
+            def draft(self, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, ...]:
+                drafter.fail("draft")
+                new = [tokens[row, : counts[row]] for row in rows]
+                longer = [
+                    replace(request, token_ids=np.append(text, some).astype(np.int32))
+                    for request, text, some in zip(requests, texts, new, strict=True)
+                ]
+                trees = NextNumbers.propose(drafter, longer)
+                chains = np.full((len(trees), WIDTH), VOCAB if drafter.fault == "vocabulary" else 0)
+                for chain, tree in zip(chains, trees, strict=True):
+                    chain[: tree.num_nodes] = tree.token_ids
+                drafter.prepared += 1
+                return np.array([tree.num_nodes for tree in trees]), chains
+
+            def trees(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+                drafter.fail("trees")
+                return drafter.propose(requests)
+
+        return Drafts()
+
+    def fail(self, place: str) -> None:
+        if self.fault == place:
+            raise RuntimeError(place)
+
+
+@pytest.mark.parametrize("fault", ["", "prepare", "draft", "vocabulary"])
+def test_drafts_that_were_prepared_are_those_of_the_drafter(steps, fault):
+    """Where that fails, drafting begins again."""
+    runs = []
+    for drafter in (NextNumbers(), Preparing()):
+        drafter.fault = fault  # type: ignore[attr-defined]
+        ahead = Ahead(True, drafter)
+        for name in "abc":
+            ahead.add(name, [7, 8], **({"ignore_eos": True} if name == "c" else {}))
+        runs.append(ahead.run(*TOKENS))
+        assert not any(ahead.adapter.trees.guard.failures.values())
+    assert runs[0] == runs[1]
+    assert drafter.prepared == (0 if fault in ("prepare", "draft") else 6)  # type: ignore[attr-defined]
+
+
+def test_a_drafter_that_loses_its_prepared_drafts_costs_them_alone(steps):
+    """The device has them already: the host counts no draft, and outputs are what was sampled."""
+    drafter = Preparing()
+    drafter.fault = "trees"
+    ahead = Ahead(True, drafter)
+    ahead.add("a", [7, 8])
+    ahead.run({"a": [11]}, {"a": [12, 13, 9]}, {"a": [10]})
+    ahead.adapter.draft()
+    assert ahead.adapter.trees.guard.failures["error"] == 1
+    text = ahead.adapter._requests["a"]
+    assert text.token_ids[: text.num_tokens].tolist() == [7, 8, 11, 12, 13, 9, 10]
+
+
+class Recycled(Ahead):
+    """Texts that repeat themselves, verified with random rows of logits."""
+
+    def __init__(self, prepares: bool) -> None:
+        context = replace(make_context(), vocab_size=VOCAB)
+        options = NgramTrieDrafter.Options(recycle=True, max_context_len=3)
+        drafter = NgramTrieDrafter(options, context)
+        if not prepares:
+            drafter.prepare = lambda *unused: None  # type: ignore[method-assign,assignment]
+        super().__init__(True, drafter)
+        self.rng = random.Random(5)
+        self.answers: dict[str, list[int]] = {}
+        self.sampled: dict[str, list[int]] = {}
+        self.drafted = self.num_prepared = 0
+        draft = self.adapter.trees.guard.draft_prepared
+
+        def counted(*arguments: Any) -> Any:
+            self.num_prepared += 1
+            return draft(*arguments)
+
+        self.adapter.trees.guard.draft_prepared = counted  # type: ignore[method-assign]
+
+    def verify(self, batch: Any) -> None:
+        super().verify(batch)
+        rows = [[self.rng.sample(range(30), 8)] for _ in range(int(batch.cu_num_logits_np[-1]))]
+        self.adapter.resume("logits", torch.tensor(rows))
+        for name, new in self.sampled.items():
+            answer, draft = self.answers[name], self.taken[name]
+            pairs = takewhile(lambda pair: pair[0] == pair[1], zip(draft, answer, strict=False))
+            size = 1 + len(list(pairs))
+            new[:] = answer[:size]
+            del answer[:size]
+            self.drafted += len(draft)
+
+    def go_on(self, num_steps: int) -> list[Any]:
+        seen = []
+        for _ in range(num_steps):
+            self.sampled = {
+                name: [] for name, answer in self.answers.items() if len(answer) > WIDTH
+            }
+            self.run_step(self.sampled, scheduled=WIDTH if self.adapter._last else 0)
+            seen.append((dict(self.sampled), {name: self.taken[name] for name in self.sampled}))
+        return seen
+
+
+def test_the_texts_drafts_are_the_same_if_they_were_prepared(steps, monkeypatch):
+    """Samples of a prompt, with rows of logits, a request without drafts, one that starts again."""
+
+    def first_tokens(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = rows.flatten(1).int().contiguous()
+        return tokens, torch.softmax(-tokens.float(), dim=-1)
+
+    monkeypatch.setattr(v2_adapter, "likeliest_on_device", first_tokens)
+    monkeypatch.setitem(globals(), "MAX_MODEL_LEN", 400)
+    runs, numbers = [], []
+    for prepares in (True, False):
+        run = Recycled(prepares)
+        rng = random.Random(3)
+        for name in ("0_x", "1_x", "a", "b", "never"):
+            extra = {"extra_args": {"speculation": False}} if name == "never" else {}
+            run.add(name, [7, 8, 9, 7, 8], max_tokens=300, ignore_eos=True, **extra)
+            pieces = [[rng.randrange(30) for _ in range(5)] for _ in range(4)]
+            run.answers[name] = [token for _ in range(40) for token in rng.choice(pieces)]
+        seen = run.go_on(12)
+        text = run.adapter._requests["a"]
+        tokens = text.token_ids[: text.num_tokens].tolist()
+        run.add("a", tokens, num_output=len(tokens) - 5, max_tokens=300, ignore_eos=True)
+        seen += run.go_on(12)
+        assert run.drafted > 100
+        runs.append(seen)
+        numbers.append(run.num_prepared)
+    assert runs[0] == runs[1]
+    assert numbers[0] > 15
+    assert numbers[1] == 0
 
 
 @pytest.mark.parametrize(

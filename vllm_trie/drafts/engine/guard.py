@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_trie.drafts import Drafter, DraftRequest
+from vllm_trie.drafts import Drafter, DraftRequest, PreparedDrafts
 from vllm_trie.drafts.sources import DraftSource
 from vllm_trie.hooks.wire import FAILURE_REASONS, FailureReason
 from vllm_trie.tree import MalformedTreeError, TokenTree, check_all
@@ -66,10 +66,49 @@ class GuardedDrafter:
         self._reported = False
         self._new_failures: dict[str, int] = {}
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+    def prepare(
+        self, requests: Sequence[DraftRequest], rows: Sequence[int], num_new: int
+    ) -> PreparedDrafts | None:
+        """Prepare drafts, see :meth:`Drafter.prepare`; None if they are to be proposed as usual."""
+        if self._is_resting or self._failed_requests or self.sources or not requests:
+            return None
+        try:
+            return self._call(self.drafter.prepare, requests, rows, num_new)
+        except _TooLate as error:
+            self._rest(error)
+        except Exception:  # what fails here fails again in a draft
+            self._logger.debug("preparing drafts failed", exc_info=True)
+        return None
+
+    def draft_prepared(
+        self, prepared: PreparedDrafts, tokens: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what was prepared, see :meth:`PreparedDrafts.draft`; None if that has failed, or
+        has tokens outside the vocabulary."""
+        start = time.perf_counter()
+        try:
+            chains = self._call(prepared.draft, tokens, counts)
+            if ((chains[1] < 0) | (chains[1] >= self._vocab_size)).any():
+                return None
+            return chains
+        except _TooLate as error:
+            self._rest(error)
+        except Exception:
+            self._logger.debug("drafting what was prepared failed", exc_info=True)
+        finally:
+            self.seconds += time.perf_counter() - start
+        return None
+
+    def propose(
+        self, requests: Sequence[DraftRequest], prepared: PreparedDrafts | None = None
+    ) -> list[TokenTree]:
         """Return a valid tree for each request, empty where the drafter has none or failed.
 
         The trees own their arrays: a drafter may use its own again.
+
+        Args:
+            requests: Of the batch.
+            prepared: Has drafted for all of them already.
         """
         start = time.perf_counter()
         if start < self._rests_until:
@@ -82,7 +121,8 @@ class GuardedDrafter:
             active = [r for r in requests if r.request_id not in self._failed_requests]
         if not active:
             return [_EMPTY] * len(requests)
-        proposed = self._propose_guarded(active)
+        propose = self.drafter.propose if prepared is None else prepared.trees
+        proposed = self._propose_guarded(active, propose)
         self.seconds += time.perf_counter() - start
         if len(active) == len(requests):
             return proposed
@@ -169,12 +209,16 @@ class GuardedDrafter:
             message = f"{late_s:.2g} s longer than draft_timeout_s={self._time_limit_s:g}"
             raise _TooLate(message) from error
 
-    def _propose_guarded(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+    def _propose_guarded(
+        self,
+        requests: Sequence[DraftRequest],
+        propose: Callable[[Sequence[DraftRequest]], list[TokenTree]],
+    ) -> list[TokenTree]:
         if self._is_resting:  # since another request of the same batch
             return [_EMPTY] * len(requests)
         handed_out = list(requests)  # the drafter may change its list
         try:
-            trees = self._call(self.drafter.propose, handed_out)
+            trees = self._call(propose, handed_out)
             if len(trees) != len(requests):
                 raise MalformedTreeError(f"{len(trees)} trees for {len(requests)} requests")
             for source in self.sources:
@@ -184,7 +228,7 @@ class GuardedDrafter:
             return [_EMPTY] * len(requests)
         except Exception as error:
             if len(requests) > 1:  # find the culprit, spare the others
-                return [self._propose_guarded([request])[0] for request in requests]
+                return [self._propose_guarded([request], propose)[0] for request in requests]
             reason: FailureReason = (
                 "malformed" if isinstance(error, MalformedTreeError) else "error"
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 _MEMORY = 0.05
 
 
@@ -19,16 +17,16 @@ class StepClock:
         self._ended = 0.0
         self._outside = 0.0
 
-    def stop(self, started: float) -> float:
-        """Return the seconds of the step that began at `started`; its tokens are known now."""
-        inside = time.perf_counter() - started
+    def stop(self, started: float, ended: float) -> float:
+        """Return the seconds of a step, whose tokens were known when it ended."""
+        inside = ended - started
         gap = min(started - self._ended, inside) if self._ended else 0.0
         self._outside += _MEMORY * (gap - self._outside)
         return inside + self._outside
 
-    def leave(self) -> None:
-        """Give control back to the engine."""
-        self._ended = time.perf_counter()
+    def leave(self, ended: float) -> None:
+        """Give control back to the engine, whose time counts as a step's, too."""
+        self._ended = ended
 
     def leave_out(self, seconds: float) -> None:
         """Do not count seconds of drafting after the step."""

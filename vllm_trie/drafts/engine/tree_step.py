@@ -24,7 +24,8 @@ class TreeStep:
         accepted: Accepted nodes of each request; none before verification.
         num_decode_tokens: Tokens of the step; 0 with prefills among them, as its duration cannot be
             attributed to nodes then.
-        started: When it began, by ``time.perf_counter``.
+        started, ended: When it began, and when its tokens were known, by ``time.perf_counter``; 0
+            where the time between is not its duration.
         is_pausing: Whether no drafts are wanted after it.
         has_drafts: Whether it verifies any.
         tree_batch: The trees that need tree attention.
@@ -43,6 +44,7 @@ class TreeStep:
     accepted: Sequence[Sequence[int]] = ()
     num_decode_tokens: int = 0
     started: float = 0.0
+    ended: float = 0.0
     is_pausing: bool = False
     has_drafts: bool = False
     tree_batch: TreeBatch | None = None

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_trie.attention import likeliest
-from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts import DraftRequest, PreparedDrafts
 from vllm_trie.drafts.budget import DraftForecast, NodeBudget
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.observers import StepObserver
@@ -41,12 +40,18 @@ if TYPE_CHECKING:
 
 ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
 """Returns rank 0's trees on every tensor-parallel rank."""
-Proposal = tuple[Sequence[DraftRequest], list[TokenTree], int]
-"""Requests and their trees, and how many requests get a token from the next step."""
 
 _MOST_PLAIN_ROWS = 16
 """A step without drafts has its rows of logits read for later ones, if they are no more. Reading
 more would take over 1 % of a step on a GPU, by estimate."""
+
+
+class EarlyDrafts(NamedTuple):
+    """Drafts that the device has, before anything else was done with the tokens they follow."""
+
+    prepared: PreparedDrafts
+    seconds: float
+    """For which it waited for them."""
 
 
 class TreeVerifier:
@@ -81,7 +86,6 @@ class TreeVerifier:
         self.totals = TreeStats()
         self.share_trees = share_trees
         self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
-        self._lessons: list[Callable[[], object]] = []  # of the budget; no draft waits for them
         self._least_probability = 0.0  # of a node of the next drafts
         self._clock = StepClock()
         self._stats = TreeStats()
@@ -129,7 +133,6 @@ class TreeVerifier:
             drafts: Draft tokens by request id, as the scheduler sends them.
         """
         start = time.perf_counter()
-        self._learn()
         step.has_drafts = bool(drafts)
         step.is_pausing = self.guard.is_off or (
             self.budget is not None
@@ -232,7 +235,7 @@ class TreeVerifier:
         """Take in the accepted nodes of each request."""
         step.accepted = accepted
         if self.budget is not None and step.has_drafts:
-            self._lessons.append(partial(self.budget.observe_verified, step.trees, accepted))
+            self.budget.observe_verified(step.trees, accepted)
 
     def compact(
         self,
@@ -248,9 +251,7 @@ class TreeVerifier:
         compaction.compact(groups, slot_mappings, *moves)
         self._stats.verification_seconds += time.perf_counter() - start
 
-    def end_step(
-        self, step: TreeStep, new_tokens: Sequence[Sequence[int]], is_timed: bool = True
-    ) -> None:
+    def end_step(self, step: TreeStep, new_tokens: Sequence[Sequence[int]]) -> None:
         """Take in the step's time and tokens, and drop its trees.
 
         Trees of requests outside the batch stay: the scheduler may still send their drafts.
@@ -258,12 +259,11 @@ class TreeVerifier:
         Args:
             step: Changed.
             new_tokens: Of each request of the batch; none while its prefill goes on.
-            is_timed: Whether the time since the step's beginning is its duration.
         """
         start = time.perf_counter()
-        if self.budget is not None and step.num_decode_tokens and is_timed:
-            seconds = self._clock.stop(step.started)
-            self._lessons.append(partial(self.budget.observe_step, step.num_decode_tokens, seconds))
+        if self.budget is not None and step.num_decode_tokens and step.ended:
+            seconds = self._clock.stop(step.started, step.ended)
+            self.budget.observe_step(step.num_decode_tokens, seconds)
         step.num_decoding = sum(map(bool, new_tokens))
         step.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
         self._stats.steps += step.num_decoding
@@ -278,6 +278,18 @@ class TreeVerifier:
         """Count a wait for the device."""
         self._stats.waits[cause] = self._stats.waits.get(cause, 0) + 1
 
+    def prepare(self, requests: Mapping[int, DraftRequest], num_new: int) -> PreparedDrafts | None:
+        """Prepare drafts after a step whose tokens are not there yet, see
+        :meth:`GuardedDrafter.prepare`.
+
+        Args:
+            requests: As they were before the step, by batch index.
+            num_new: The most tokens that a request gets.
+        """
+        for request in requests.values():
+            request.min_probability = self._least_probability
+        return self.guard.prepare(list(requests.values()), list(requests), num_new)
+
     def draft(
         self,
         step: TreeStep,
@@ -285,6 +297,7 @@ class TreeVerifier:
         sample_hidden_states: torch.Tensor | None,
         since: float,
         lengths: Mapping[str, int] | None = None,
+        early: EarlyDrafts | None = None,
     ) -> list[list[int]]:
         """Draft the trees of the next step.
 
@@ -294,6 +307,7 @@ class TreeVerifier:
             sample_hidden_states: [logits rows, hidden_size]; None where the drafter reads none.
             since: When drafting for this step began, by ``time.perf_counter``.
             lengths: Places for each draft in a step that is launched already, by request id.
+            early: What the device has of them.
 
         Returns:
             The draft tokens of each request of the batch.
@@ -304,7 +318,7 @@ class TreeVerifier:
             if sample_hidden_states is not None and self.guard.drafter.needs_hidden_states:
                 request.hidden_state = sample_hidden_states[step.last_row(index)]
         drafts: list[list[int]] = [[] for _ in step.request_ids]
-        trees = self._propose(step, list(requests.values()), lengths)
+        trees = self._propose(step, list(requests.values()), lengths, early)
         for (index, request), tree in zip(requests.items(), trees, strict=True):
             if tree.num_nodes:
                 self._stored_trees[request.request_id] = tree
@@ -315,30 +329,27 @@ class TreeVerifier:
         self._stats.bookkeeping_seconds += elapsed - drafting
         self._clock.leave_out(elapsed)
         if self.budget is not None and drafting:
-            self.budget.observe_drafting(elapsed)
+            self.budget.observe_drafting(elapsed if early is None else early.seconds)
         return drafts
 
     def _propose(
         self,
         step: TreeStep,
         requests: list[DraftRequest],
-        lengths: Mapping[str, int] | None = None,
+        lengths: Mapping[str, int] | None,
+        early: EarlyDrafts | None,
     ) -> list[TokenTree]:
         """Return the trees of some requests, cut to their places or by the budget, the same on all
         ranks."""
         for request in requests:
             request.min_probability = self._least_probability
-        proposed = self.guard.propose(requests) if requests else []
-        proposal = requests, proposed, step.num_decoding
-        if lengths is None:
-            self._learn()
-            trees = self._judge(proposal)
-        else:
-            # What the step has places for costs nothing more, and the device waits for it: the
-            # budget decides about the next drafts, later.
+        proposed = trees = []
+        if requests:
+            proposed = self.guard.propose(requests, None if early is None else early.prepared)
+            trees = self._judge(requests, proposed, step.num_decoding)
+        if lengths is not None:  # what the step has places for costs nothing more
             pairs = zip(requests, proposed, strict=True)
             trees = [tree.prefix(lengths.get(request.request_id, 0)) for request, tree in pairs]
-            self._lessons.append(partial(self._judge, proposal))
         if self.observers:
             request_ids = [request.request_id for request in requests]
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
@@ -346,15 +357,15 @@ class TreeVerifier:
                 observer.drafted(step.request_ids, drafts, self.guard.has_failed)
         return trees if self.share_trees is None else self.share_trees(trees)
 
-    def _learn(self) -> None:
-        """Let the budget and the forecast take in what has come up since the last call."""
-        lessons, self._lessons = self._lessons, []
-        for lesson in lessons:
-            lesson()
+    def _judge(
+        self, requests: Sequence[DraftRequest], trees: list[TokenTree], num_decoding: int
+    ) -> list[TokenTree]:
+        """Return what the budget leaves of the trees; let it and the forecast learn from them.
 
-    def _judge(self, proposal: Proposal) -> list[TokenTree]:
-        """Return what the budget leaves of the trees; let it and the forecast learn from them."""
-        requests, trees, num_decoding = proposal
+        Args:
+            requests: Of the trees.
+            num_decoding: Requests that get a token from the next step.
+        """
         if self.forecast is not None:
             for request, tree in zip(requests, trees, strict=True):
                 rates = np.ones(tree.num_nodes)
@@ -373,9 +384,9 @@ class TreeVerifier:
         self.totals.of_requests.clear()
         return stats
 
-    def leave(self) -> None:
-        """Give control back to the engine, whose time counts as a step's, too."""
-        self._clock.leave()
+    def leave(self, ended: float) -> None:
+        """Give control back to the engine, see :meth:`StepClock.leave`."""
+        self._clock.leave(ended)
 
     def close(self) -> None:
         """Let observers finish; the engine ends."""

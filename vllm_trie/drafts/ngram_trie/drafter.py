@@ -10,11 +10,19 @@ from typing import ClassVar
 import numpy as np
 from pydantic import BaseModel
 
-from vllm_trie.drafts.drafter import Drafter, DrafterContext, DraftRequest, LogitsRows
+from vllm_trie.drafts.drafter import (
+    Drafter,
+    DrafterContext,
+    DraftRequest,
+    LogitsRows,
+    PreparedDrafts,
+)
 from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafts.ngram_trie.recycling import Recycling
 from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
 from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Recycled, Rows, Source
+from vllm_trie.drafts.ngrams.job import Draft
+from vllm_trie.drafts.ngrams.native import PackedJobs
 from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
 from vllm_trie.drafts.text_store import KEY_BYTES
 from vllm_trie.tree import TokenTree
@@ -93,14 +101,43 @@ class NgramTrieDrafter(Drafter):
             jobs.append(self._job(replace(request, max_nodes=1, max_depth=1), text))
         self._backend.draft_batch(jobs)
 
+    def prepare(
+        self, requests: Sequence[DraftRequest], rows: Sequence[int], num_new: int
+    ) -> PreparedDrafts | None:
+        self._take_in()
+        texts = self._texts.ends(requests, num_new)
+        if texts is None:
+            return None
+        jobs = [
+            self._job(request, text)._replace(step_row=row)
+            for request, text, row in zip(requests, texts, rows, strict=True)
+        ]
+        request_ids = [request.request_id for request in requests]
+        return _PreparedChains(self, request_ids, self._backend.pack(jobs))
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        self._take_in()
+        texts = self._texts.update(requests)
+        jobs = [self._job(request, text) for request, text in zip(requests, texts, strict=True)]
+        drafts = self._backend.draft_batch(jobs, self.candidates(requests))
+        return self._trees(requests, drafts)
+
+    def continued(
+        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
+    ) -> list[TokenTree]:
+        """Return the trees of drafts that were prepared, once the texts have gone on."""
+        self._texts.update(requests)
+        return self._trees(requests, drafts)
+
+    def _take_in(self) -> None:
+        """Take in what others have written."""
         self._archive = self._newest_archive()
         if self.store is not None:
             self.store.receive(STEP_TOKENS)
             self.store.take_in(STEP_TOKENS)
-        texts = self._texts.update(requests)
-        jobs = [self._job(request, text) for request, text in zip(requests, texts, strict=True)]
-        drafts = self._backend.draft_batch(jobs, self.candidates(requests))
+
+    def _trees(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[TokenTree]:
+        """Return the trees of drafts, and let the store know which of its texts they used."""
         if self.store is not None:
             for request, draft in zip(requests, drafts, strict=True):
                 self.store.mark_used(request.cache_salt, draft.used_text)
@@ -156,6 +193,23 @@ class NgramTrieDrafter(Drafter):
             prompt=int.from_bytes(prompt[:4], "little", signed=True),
             is_sampled=request.is_sampled,
         )
+
+
+class _PreparedChains(PreparedDrafts):
+    """Packed jobs, one for each request."""
+
+    def __init__(
+        self, drafter: NgramTrieDrafter, request_ids: Sequence[str], jobs: PackedJobs
+    ) -> None:
+        self.request_ids = request_ids
+        self._drafter, self._jobs = drafter, jobs
+
+    def draft(self, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._jobs.draft((tokens, counts))
+
+    def trees(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        drafts = dict(zip(self.request_ids, self._jobs.drafts(), strict=True))
+        return self._drafter.continued(requests, [drafts[r.request_id] for r in requests])
 
 
 def _rows(rows: LogitsRows | None) -> Rows | None:

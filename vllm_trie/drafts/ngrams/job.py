@@ -63,6 +63,10 @@ class Job(NamedTuple):
     answers first. An int32, 0 without."""
     is_sampled: bool = False
     """Whether the request has a temperature."""
+    step_row: int = -1
+    """Row of the tokens that a step is about to give, with which the text goes on. All but the last
+    of them will be the first nodes of `rows`, a chain, and the rows of logits are there when they
+    are. `max_depth` counts from the text before them. -1 if the text is complete."""
 
 
 class Candidates(NamedTuple):

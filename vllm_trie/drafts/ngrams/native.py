@@ -30,6 +30,8 @@ LIBRARY = NativeLibrary("ngrams", sorted(CORE.glob("*.cpp")), sorted(CORE.glob("
 _PACK_BATCH = LIBRARY.layout("DraftBatch").pack
 _PACK_BLEND = LIBRARY.layout("Blend").pack
 _PACK_JOB = LIBRARY.layout("DraftJob").pack
+_PACK_STEP = LIBRARY.layout("NewTokens").pack
+_NO_STEP = _PACK_STEP(0, 0, 0)
 
 
 class NativeIndex:
@@ -163,60 +165,90 @@ class NativeRecycled:
         self._library.recycled_forget(self.handle, scope)
 
 
-def draft_batch(
-    jobs: Sequence[Job], blend: bytes, candidates: Candidates | None = None
-) -> list[Draft]:
-    """Draft for every job in one native call; updates the jobs' own indexes.
+class PackedJobs:
+    """Jobs as compiled code reads them, which drafts for all of them in one call.
 
     Args:
-        jobs: Of the batch.
+        jobs: Of the batch; their own indexes are updated.
         blend: Made by :func:`pack_blend`, for greedy requests and then for sampled ones.
         candidates: Of heads, for each job.
-
-    Raises:
-        MemoryError: There is no memory to draft a tree.
     """
-    parts: list[Any] = [b"", blend]
-    stride = max((job.max_nodes for job in jobs), default=0)
-    for job in jobs:
-        own_text, store, archive, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
-        recycled, logits_rows, scope, first, text, answer, output_begin, *of_request = job[9:]
-        counts: tuple[int, int, int] = (0, 0, _NONE)
-        arrays: Sequence[np.ndarray] = ()
-        if logits_rows is not None:
-            *arrays, accepted = logits_rows
-            last = accepted[-1] if accepted else _NONE
-            counts = len(logits_rows.tokens), len(accepted), last
-        packed = _PACK_JOB(
-            0 if own_text is None else own_text.handle,
-            0 if store is None else store.handle,
-            0 if archive is None else archive.handle,
-            *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
-            *(0 if recycled is None else recycled.handle, *counts),
-            *(scope, text, answer, output_begin, *of_request),
-        )
-        parts += (packed, tokens, *arrays)
-    predicted = (0, 0, 0, 0, 0)
-    if candidates is not None:
-        addresses = (0 if array is None else array.ctypes.data for array in candidates)
-        predicted = (*addresses, *candidates.tokens.shape[1:])
-    parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
-    rows = np.empty((len(jobs), 2 + 3 * max(stride, 0)), dtype=np.int32)
-    if LIBRARY.functions.ngram_draft(b"".join(parts), rows.ctypes.data) == _NONE:
-        raise MemoryError("no memory to draft a tree")
-    return [
-        Draft(
-            TokenTree(
-                row[2 : 2 + size],
-                row[2 + stride : 2 + stride + size],
-                row[2 + 2 * stride : 2 + 2 * stride + size].view(np.float32),
+
+    def __init__(self, jobs: Sequence[Job], blend: bytes, candidates: Candidates | None) -> None:
+        parts: list[Any] = [b"", blend]
+        stride = max((job.max_nodes for job in jobs), default=0)
+        for job in jobs:
+            text, store, archive, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
+            recycled, logits_rows, scope, first, number, answer, output_begin, *of_request = job[9:]
+            counts: tuple[int, int, int] = (0, 0, _NONE)
+            arrays: Sequence[np.ndarray] = ()
+            addresses = (0, 0)
+            if logits_rows is not None:
+                *arrays, accepted = logits_rows
+                last = accepted[-1] if accepted else _NONE
+                counts = len(logits_rows.tokens), len(accepted), last
+                if job.step_row != _NONE:
+                    addresses = arrays[0].ctypes.data, arrays[1].ctypes.data
+                    arrays = arrays[2:]
+            packed = _PACK_JOB(
+                0 if text is None else text.handle,
+                0 if store is None else store.handle,
+                0 if archive is None else archive.handle,
+                *(least, max_nodes, max_depth, chain, len(tokens), num_indexed, first),
+                *(0 if recycled is None else recycled.handle, *counts),
+                *(scope, number, answer, output_begin, *of_request, *addresses),
             )
-            if size > 0
-            else TokenTree.empty(),
-            used_text,
-        )
-        for row, size, used_text in zip(rows, *rows[:, :2].T.tolist(), strict=True)
-    ]
+            parts += (packed, tokens, *arrays)
+        predicted = (0, 0, 0, 0, 0)
+        if candidates is not None:
+            heads = (0 if array is None else array.ctypes.data for array in candidates)
+            predicted = (*heads, *candidates.tokens.shape[1:])
+        parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
+        self._bytes = b"".join(parts)
+        self._kept = jobs, candidates  # whose memory is read
+        self._rows = np.zeros((len(jobs), 2 + 3 * max(stride, 0)), dtype=np.int32)
+        self._stride = stride
+
+    def draft(
+        self, step: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draft.
+
+        Args:
+            step: Where texts go on with a step's tokens: int64 [requests, N + 1], and how many each
+                row has, int64 [requests]; contiguous.
+
+        Returns:
+            int32 [jobs], the number of each draft's nodes, and [jobs, most nodes], their tokens.
+
+        Raises:
+            MemoryError: There is no memory to draft a tree.
+        """
+        described = _NO_STEP
+        if step is not None:
+            tokens, counts = step
+            described = _PACK_STEP(tokens.ctypes.data, counts.ctypes.data, tokens.shape[1])
+        result = LIBRARY.functions.ngram_draft(self._bytes, described, self._rows.ctypes.data)
+        if result == _NONE:
+            raise MemoryError("no memory to draft a tree")
+        return self._rows[:, 0], self._rows[:, 2 : 2 + self._stride]
+
+    def drafts(self) -> list[Draft]:
+        """Return what was drafted."""
+        rows, stride = self._rows, self._stride
+        return [
+            Draft(
+                TokenTree(
+                    row[2 : 2 + size],
+                    row[2 + stride : 2 + stride + size],
+                    row[2 + 2 * stride : 2 + 2 * stride + size].view(np.float32),
+                )
+                if size > 0
+                else TokenTree.empty(),
+                used_text,
+            )
+            for row, size, used_text in zip(rows, *rows[:, :2].T.tolist(), strict=True)
+        ]
 
 
 def pack_blend(blend: Blend) -> bytes:
@@ -240,6 +272,12 @@ class NativeBackend:
     def new_index(self, max_order: int) -> NativeIndex:
         return NativeIndex(max_order)
 
+    def pack(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> PackedJobs:
+        """Return jobs to draft for."""
+        return PackedJobs(jobs, self._blend, candidates)
+
     def draft_batch(self, jobs: Sequence[Job], candidates: Candidates | None = None) -> list[Draft]:
-        """Draft for every job; updates the jobs\' own indexes."""
-        return draft_batch(jobs, self._blend, candidates)
+        """Draft for every job; updates the jobs' own indexes."""
+        packed = self.pack(jobs, candidates)
+        packed.draft()
+        return packed.drafts()

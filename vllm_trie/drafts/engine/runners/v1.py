@@ -90,6 +90,7 @@ class V1Speculation(Adapter):
         new_tokens, hidden_states = yield "tokens", sampled
         if self.chain_only:
             trees.accept(step, step.paths_of(new_tokens))
+        step.ended = time.perf_counter()
         trees.end_step(step, new_tokens)
 
         # Draft, after vLLM has sent the tokens off, so that no answer waits for it.
@@ -272,7 +273,7 @@ class ChainRunnerMixin(_Runner):
                 self.adapter.resume("tokens", (new_tokens, None))
         if (stats := self.adapter.trees.take_stats()) is not None:
             setattr(output, STATS_ATTRIBUTE, stats)
-        self.adapter.trees.leave()
+        self.adapter.trees.leave(time.perf_counter())
         return output
 
     @_runner.overrides(

@@ -42,18 +42,18 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
-from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts import DraftRequest, PreparedDrafts
 from vllm_trie.drafts.budget import DraftForecast, planned_lengths
 from vllm_trie.drafts.engine.runners import v2_lengths
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
-from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, packed
+from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, DraftPlaces, packed
 from vllm_trie.drafts.engine.runners.v2_launched import Arrays, LaunchedStep
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import compact_on_device
 from vllm_trie.drafts.engine.verification.kernels import likeliest_on_device
-from vllm_trie.drafts.engine.verifier import TreeVerifier
+from vllm_trie.drafts.engine.verifier import EarlyDrafts, TreeVerifier
 from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats, WaitCause
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class V2Adapter(Adapter):
         self._unwaited: deque[LaunchedStep] = deque()  # steps before it, oldest first
         self._fillers: Mapping[str, int] = {}  # places of the step without a drafted token
         self._num_ahead = 0  # launches since the last wait
-        self._launched_at = 0.0
+        self._launched_at = self._delivered_at = 0.0  # the last step, and the last drafts
         self._stats: TreeStats | None = None  # not sent yet
         if trees.budget is not None:
             trees.budget.drafting_waits = True
@@ -167,7 +167,7 @@ class V2Adapter(Adapter):
                 drafts = self._deliver(verified)
             trees.take_drafts(step, drafts)
             step.is_pausing |= never_drafts
-            step.started = time.perf_counter()
+            step.started = self._delivered_at
         assert drafts is not None
         self._fillers = {
             name: places - len(drafts.get(name, ())) for name, places in cut.scheduled.items()
@@ -289,35 +289,20 @@ class V2Adapter(Adapter):
         cut: SchedulerOutput = self.begin_step(self.step(output))
         return cut
 
-    def draft(self, lengths: Mapping[str, int] | None = None) -> bool:
-        """Wait for the step that was launched last and draft after it, unless nobody waits for it.
-
-        Args:
-            lengths: Places of the drafts in a step that is launched already, by request id.
-
-        Returns:
-            Whether it has waited.
-        """
-        last, wait = self._last, self._wait_cause()
+    def draft(self) -> bool:
+        """Wait for the step that was launched last and draft after it, unless nobody waits for it;
+        return whether it has waited."""
+        last, cause = self._last, self._wait_cause()
         if last is None:
             return False
-        if wait is None:
+        if cause is None:
             for text in last.texts:
                 text.drafted = []
             return False
-        is_behind = self._num_ahead > 0
-        self._wait_for(last, wait)
-        # Of a step that began behind others, as after a pause, the duration is unknown.
-        new_tokens = self._take_in(last, is_timed=not is_behind)
-        start = time.perf_counter()
-        requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
-        self._expect_no_drafts(last.texts, requests)
-        paths = self.trees.draft(last.step, requests, last.drafted_states(), start, lengths)
-        for text, drafted in zip(last.texts, paths, strict=True):
-            text.drafted = drafted
-        self.trees.leave()
-        if lengths is None:  # else the device waits for the drafts
-            self._keep_stats()
+        self._wait_for(last, cause)
+        self._draft_after(last)
+        self.trees.leave(time.perf_counter())
+        self._keep_stats()
         return True
 
     def fill_in(self, drafts: DraftTokenIds | None) -> None:
@@ -416,11 +401,63 @@ class V2Adapter(Adapter):
         return drafts
 
     def _deliver(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
-        """Draft for a step that the device waits with, and let it go on; return the drafts."""
-        self.draft(verified)
+        """Draft for a step that the device waits with, and let it go on; return the drafts.
+
+        Everything that can be is done before the tokens are there, or behind the drafts.
+        """
+        last, cause = self._last, self._wait_cause()
+        assert last is not None, "a step is launched ahead behind another"
+        assert cause is not None, "which the host waits for"
+        early, prepared = None, None if self._unwaited else self._prepare(last)
+        if prepared is not None:
+            places = DraftPlaces(prepared.request_ids, verified, self.num_draft_tokens)
+        self._wait_for(last, cause)
+        if prepared is not None:
+            start = time.perf_counter()
+            arrived = (np.ascontiguousarray(a, dtype=np.int64) for a in (last.tokens, last.counts))
+            chains = self.trees.guard.draft_prepared(prepared, *arrived)
+            if chains is not None:
+                self._hand_over(places.packed(*chains))
+                early = EarlyDrafts(prepared, self._delivered_at - start)
+        self._draft_after(last, verified, early)
         drafts = self._drafts_of(verified)
-        self._delivery.deliver(list(drafts.values()))
+        if early is None:
+            self._hand_over(packed(list(drafts.values()), self.num_draft_tokens))
+        self.trees.leave(self._delivered_at)
         return {name: draft for name, draft in drafts.items() if draft}
+
+    def _prepare(self, last: LaunchedStep) -> PreparedDrafts | None:
+        """Prepare the drafts after a step whose tokens are not there yet."""
+        requests = {}
+        for index, text in enumerate(last.texts):
+            if self._requests.get(text.data.req_id) is text:
+                request = self._draft_request(text, last.max_nodes)
+                if request is not None:
+                    last.show_rows(request, index)
+                    requests[index] = request
+        return self.trees.prepare(requests, last.tokens.shape[1])
+
+    def _hand_over(self, rows: np.ndarray) -> None:
+        """Let the device go on with rows of drafts, see :func:`packed`."""
+        self._delivery.deliver(rows)
+        self._delivered_at = time.perf_counter()
+
+    def _draft_after(
+        self,
+        last: LaunchedStep,
+        lengths: Mapping[str, int] | None = None,
+        early: EarlyDrafts | None = None,
+    ) -> None:
+        """Take in a step whose tokens have arrived, and draft after it; see
+        :meth:`TreeVerifier.draft`."""
+        new_tokens = self._take_in(last)
+        start = time.perf_counter()
+        requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
+        self._expect_no_drafts(last.texts, requests)
+        states = last.drafted_states()
+        paths = self.trees.draft(last.step, requests, states, start, lengths, early)
+        for text, drafted in zip(last.texts, paths, strict=True):
+            text.drafted = drafted
 
     def _drafts_of(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
         return {name: self._requests[name].drafted[:length] for name, length in verified.items()}
@@ -496,7 +533,7 @@ class V2Adapter(Adapter):
             self._unwaited.append(self._last)
             self._last = None
         while self._unwaited and self._unwaited[0].has_arrived:
-            self._take_in(self._unwaited.popleft(), is_timed=False)
+            self._take_in(self._unwaited.popleft())
 
     def _observe_unwaited(self, step: TreeStep, following: SchedulerOutput, seconds: float) -> None:
         """Let the budget observe the time between the launches of a step and of its successor."""
@@ -507,7 +544,7 @@ class V2Adapter(Adapter):
         if self.trees.budget is not None and self._num_ahead > _MOST_AHEAD and continues:
             self.trees.budget.observe_unwaited(step.num_decode_tokens, seconds)
 
-    def _take_in(self, launched: LaunchedStep, is_timed: bool) -> list[Sequence[int]]:
+    def _take_in(self, launched: LaunchedStep) -> list[Sequence[int]]:
         """Take in the tokens of a step, which have arrived; return those of each request before its
         end."""
         step = launched.step
@@ -520,15 +557,17 @@ class V2Adapter(Adapter):
         ]
         launched.hand_on_rows()
         self.trees.accept(step, step.paths_of(new_tokens))
-        self.trees.end_step(step, new_tokens, is_timed)
+        self.trees.end_step(step, new_tokens)
         return new_tokens
 
     def _wait_for(self, launched: LaunchedStep, cause: WaitCause) -> None:
         """Wait for a step's tokens, the one wait for the device; take in the steps before it."""
         launched.arrived.synchronize()
+        if not self._num_ahead:  # of a step that began behind others, the duration is unknown
+            launched.step.ended = time.perf_counter()
         self.trees.count_wait(cause)
         while self._unwaited:
-            self._take_in(self._unwaited.popleft(), is_timed=False)
+            self._take_in(self._unwaited.popleft())
         self._num_ahead, self._last = 0, None
 
     def _keep_stats(self) -> None:

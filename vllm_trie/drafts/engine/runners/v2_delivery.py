@@ -21,7 +21,7 @@ arrived is therefore known as such, in whatever order the device sees the host's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -46,6 +46,36 @@ def packed(drafts: Sequence[Sequence[int]], width: int) -> np.ndarray:
     """Return int64 [requests, 1 + width]: the number of each draft's tokens, they, and fillers."""
     rows = [[len(draft), *draft, *[_FILLER] * (width - len(draft))] for draft in drafts]
     return np.array(rows, dtype=np.int64).reshape(len(drafts), 1 + width)
+
+
+class DraftPlaces:
+    """Where the drafts of some requests go in a delivery, known before they are.
+
+    Args:
+        request_ids: Of the drafts, in their order.
+        places: Of the delivery's rows in their order, how many drafted tokens each takes.
+        width: N of a row.
+    """
+
+    def __init__(self, request_ids: Sequence[str], places: Mapping[str, int], width: int) -> None:
+        row_of = {request_id: row for row, request_id in enumerate(places)}
+        # A draft that goes nowhere takes the row behind the others.
+        self._rows = [row_of.get(request_id, len(places)) for request_id in request_ids]
+        self._places = np.array([places.get(request_id, 0) for request_id in request_ids])
+        self._values = np.zeros((len(places) + 1, 1 + width), dtype=np.int64)
+        self._column = np.arange(width)
+
+    def packed(self, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return drafts, cut to their places, as :func:`packed` does.
+
+        Args:
+            lengths, tokens: int [drafts], and [drafts, at most N] with anything behind a draft.
+        """
+        lengths, size = np.minimum(lengths, self._places), tokens.shape[1]
+        self._values[self._rows, 0] = lengths
+        is_drafted = self._column[:size] < lengths[:, None]
+        self._values[self._rows, 1 : 1 + size] = tokens * is_drafted
+        return self._values[:-1]
 
 
 class Delivery:
@@ -95,9 +125,10 @@ class Delivery:
         shared, given_up = self._shared.uva(), self._given_up.uva()
         self._launch(shared[self._number % 2], len(self._rows), self._number, given_up)
 
-    def deliver(self, drafts: Sequence[Sequence[int]]) -> None:
-        """Let the device go on with these drafts of the requests; the step before has ended."""
-        self._rows[:, 1:] = packed(drafts, self._width) | self._number << 32
+    def deliver(self, rows: np.ndarray) -> None:
+        """Let the device go on with the requests' drafts, see :func:`packed`; the step before has
+        ended."""
+        self._rows[:, 1:] = rows | self._number << 32
         is_late = self._given_up.np[self._delivered % 2] == self._delivered
         self._num_late = self._num_late + 1 if is_late else 0
         self._delivered = self._number

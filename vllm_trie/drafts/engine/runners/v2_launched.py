@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_trie.drafts import DraftRequest, LogitsRows
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.tree_step import TreeStep
 
@@ -50,6 +51,14 @@ class LaunchedStep:
         """Whether the tokens have arrived. Nobody can ask vLLM's stand-in for events on CPUs, whose
         work is always done."""
         return bool(getattr(self.arrived, "query", lambda: True)())
+
+    def show_rows(self, request: DraftRequest, index: int) -> None:
+        """Let a drafter know where the rows of a request's chain arrive, by its index in the batch;
+        nothing is accepted yet."""
+        if self.likeliest is not None:
+            tree, first = self.step.trees[index], self.batch.cu_num_logits_np[index]
+            rows = (array[first : first + tree.num_nodes + 1] for array in self.likeliest)
+            request.rows = LogitsRows(tree, (), *rows)
 
     def hand_on_rows(self) -> None:
         """Hand what the drafter reads of rows of logits to the step, without those of fillers."""

@@ -167,9 +167,11 @@ extern "C" Archive* ngram_archive_open(const void* nodes, int64_t num_nodes, con
 extern "C" void ngram_archive_close(Archive* archive) { delete archive; }
 
 // Runs draft_batch(). Returns 0, or kNone without memory.
-extern "C" int32_t ngram_draft(const char* batch, int32_t* rows) {
+extern "C" int32_t ngram_draft(const char* batch, const char* step, int32_t* rows) {
     return without_throwing([&] {
-        ngram::draft_batch(batch, rows);
+        ngram::NewTokens new_tokens;
+        std::memcpy(&new_tokens, step, sizeof(new_tokens));
+        ngram::draft_batch(batch, new_tokens, rows);
         return 0;
     });
 }

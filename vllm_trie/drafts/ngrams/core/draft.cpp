@@ -36,22 +36,43 @@ struct ContextRow {
     const Successor* end() const { return successors + kRowTokens; }
 };
 
+// Let the text of a job go on with its row of a step's tokens; return its end. No draft follows where
+// there are none.
+const int32_t* go_on(DraftJob& job, const int32_t* tokens, const NewTokens& step,
+                     std::vector<int32_t>& text) {
+    const int64_t count = step.counts[job.step_row];
+    const int64_t* row = step.tokens + job.step_row * step.width;
+    text.assign(tokens, tokens + job.num_tokens);
+    for (int64_t i = 0; i < count; ++i) text.push_back(static_cast<int32_t>(row[i]));
+    job.num_tokens += count;
+    if (job.num_indexed > 0) job.num_indexed = job.num_tokens;
+    job.limits.max_depth = count > 0 ? job.limits.max_depth - static_cast<int32_t>(count) : 0;
+    if (count == 0) job.num_rows = 0;
+    job.num_accepted = std::min(count, job.num_rows) - 1;
+    job.last_accepted = job.num_accepted - 1;
+    return text.data();
+}
+
 }  // namespace
 
-void draft_batch(const char* batch, int32_t* rows) {
+void draft_batch(const char* batch, const NewTokens& step, int32_t* rows) {
     static thread_local Drafter drafter;
+    static thread_local std::vector<int32_t> text;
     const DraftBatch head = take<DraftBatch>(batch);
     const Blend blend = take<Blend>(batch), sampled = take<Blend>(batch);
     Candidates predicted = head.candidates;
     for (int64_t i = 0; i < head.num_jobs; ++i) {
-        const DraftJob job = take<DraftJob>(batch);
+        DraftJob job = take<DraftJob>(batch);
         const int64_t num_nodes = std::max<int64_t>(job.num_rows - 1, 0);
         const auto* tokens = take_array<int32_t>(batch, job.num_tokens);
-        Rows of_logits;
-        of_logits.tokens = take_array<int32_t>(batch, job.num_rows * kRowTokens);
-        of_logits.probabilities = take_array<float>(batch, job.num_rows * kRowTokens);
+        Rows of_logits = {job.row_tokens, job.row_probabilities, nullptr, nullptr};
+        if (of_logits.tokens == nullptr) {
+            of_logits.tokens = take_array<int32_t>(batch, job.num_rows * kRowTokens);
+            of_logits.probabilities = take_array<float>(batch, job.num_rows * kRowTokens);
+        }
         of_logits.nodes = take_array<int32_t>(batch, num_nodes);
         of_logits.parents = take_array<int32_t>(batch, num_nodes);
+        if (step.tokens != nullptr) tokens = go_on(job, tokens, step, text);
         BestFirstTree& tree =
             drafter.draft(job, tokens, of_logits, predicted, job.is_sampled ? sampled : blend);
         rows[0] = tree.size();

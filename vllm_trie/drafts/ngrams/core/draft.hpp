@@ -88,6 +88,17 @@ struct DraftJob {
     int64_t output_begin;  // where the output begins, negative: before the tokens that follow
     int32_t prompt;        // in `recycled`, 0 without
     int32_t is_sampled;    // at a temperature
+    int64_t step_row;      // of the step that goes on with the text, see NewTokens
+    const int32_t* row_tokens;       // the rows, which then lie elsewhere; may be null
+    const float* row_probabilities;
+};
+
+// What a step gives jobs that were packed before it ended: their texts go on with a row of its
+// tokens, all but the last of which are the first nodes of the chain that the step verified.
+struct NewTokens {
+    const int64_t* tokens;  // [requests, width]; null: the jobs have all of their texts
+    const int64_t* counts;  // of the tokens of each row
+    int64_t width;
 };
 
 // Predictions of heads, [num_heads, num_candidates] for each job: head i predicts the token at
@@ -110,7 +121,7 @@ struct DraftBatch {
 // Draft for every job. Row i of `rows` becomes the tree of job i: its number of nodes, the text of
 // its store that matched (kNone if none did), then tokens, parents and probabilities (floats),
 // `stride` entries each.
-void draft_batch(const char* batch, int32_t* rows);
+void draft_batch(const char* batch, const NewTokens& step, int32_t* rows);
 
 class Drafter {
    public:
