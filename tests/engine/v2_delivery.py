@@ -11,7 +11,7 @@ import torch
 
 from tests.oracles.delivery import Kernel
 from vllm_trie.drafts.engine.runners import v2_delivery
-from vllm_trie.drafts.engine.runners.v2_delivery import Delivery
+from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, packed
 
 NUM_SLOTS, WIDTH = 7, 4
 
@@ -53,12 +53,13 @@ def _ways(delivery: Delivery) -> list[Callable[..., None]]:
     """Drafts that are there, come in time, come in part, and come late."""
 
     def wait(slots: Any, drafts: Any, arrived: int = NUM_SLOTS) -> None:
+        rows = packed(drafts, WIDTH)
         delivery.reserve(slots)
         if arrived:
-            delivery.deliver(drafts)
+            delivery.deliver(rows)
             delivery._rows[arrived:, 2] = 0
         delivery.launch()
-        delivery.deliver(drafts)
+        delivery.deliver(rows)
 
     return [
         delivery.send,

@@ -409,9 +409,9 @@ def run_adapters(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     guard, salts = trees_of(llm).guard, {}
     stock = guard.propose
 
-    def propose(requests: list[DraftRequest]) -> list[TokenTree]:
+    def propose(requests: list[DraftRequest], *prepared: Any) -> list[TokenTree]:
         salts.update({request.request_id: request.cache_salt for request in requests})
-        return stock(requests)
+        return stock(requests, *prepared)
 
     guard.propose = propose
     outputs = adapted(llm, plain["adapters"])
