@@ -73,9 +73,14 @@ def _prepare() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM  # noqa: F401
     from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.plugins import load_general_plugins
 
+    from tests.engine.conftest import do_once_what_starts_repeat
+
     load_general_plugins()
+    do_once_what_starts_repeat()
+    CpuPlatform.register_triton_kernel_overrides()
     registry._run_in_subprocess = lambda function: function()
     gc.freeze()  # engines collect garbage several times, 0.3 s each for vLLM's modules
 

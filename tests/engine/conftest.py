@@ -48,7 +48,7 @@ def free_blocks(llm: Any) -> int:
 
 
 @functools.cache
-def _do_once_what_starts_repeat() -> None:
+def do_once_what_starts_repeat() -> None:
     """vLLM's CPU platform looks through all modules for Triton's kernels, 0.3 s for each start; the
     first time it replaces them."""
     from vllm.platforms.cpu import CpuPlatform
@@ -61,7 +61,7 @@ class Engines:
     """The engines of a test file: started when asked for, shared, freed together."""
 
     def __init__(self) -> None:
-        _do_once_what_starts_repeat()
+        do_once_what_starts_repeat()
         self._alive: dict[str, tuple[Any, int]] = {}
 
     def __call__(self, **options: Any) -> Any:

@@ -29,6 +29,8 @@ IN_ONE_PROCESS = (
 )
 RUN_ALL = """
 import runpy, sys
+from tests.engine.conftest import do_once_what_starts_repeat
+do_once_what_starts_repeat()
 for command in sys.argv[1:]:
     print(f"<<< {command}", flush=True)
     sys.argv = command.split()

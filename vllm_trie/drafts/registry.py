@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
@@ -141,5 +142,6 @@ def _is_drafter(candidate: object) -> TypeGuard[type[Drafter]]:
     return isinstance(candidate, type) and issubclass(candidate, Drafter)
 
 
+@functools.cache  # reads the metadata of all installed packages, which takes 30 ms
 def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

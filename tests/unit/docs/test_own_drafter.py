@@ -56,6 +56,7 @@ def test_the_entry_point_makes_it_a_method(namespace, monkeypatch):
     point = EntryPoint(entry[1], f"{entry[2]}:{entry[3]}", ENTRY_POINT_GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: namespace[entry[3]])
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry, "_entry_points", registry._entry_points.__wrapped__)
     assert entry[1] in registry.available_methods()
     assert parse_options(entry[1], {"branches": 2}).branches == 2
 

@@ -33,7 +33,8 @@ def test_methods_of_other_packages(monkeypatch):
         EntryPoint("broken", "vllm_trie.drafters:parse_options", "vllm_trie.drafters"),
         EntryPoint("ngram_trie", "vllm_trie.drafters:parse_options", "vllm_trie.drafters"),
     ]
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: points)
+    by_name = {point.name: point for point in points}
+    monkeypatch.setattr(registry_module, "_entry_points", lambda: by_name)
     assert {"mine", "broken", "ngram_trie"} <= set(available_methods())
     assert get_drafter_class("mine").name == "ngram_trie"
     assert get_drafter_class("ngram_trie").name == "ngram_trie"
@@ -75,7 +76,7 @@ def test_names_that_are_taken(monkeypatch):
     with pytest.raises(ValueError, match=r"'ngram_trie', which belongs to NgramTrieDrafter"):
         register(type("Other", (Mine,), {"name": "ngram_trie"}))
     point = EntryPoint("mine", "vllm_trie.drafts.ngram_trie:NgramTrieDrafter", "group")
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry_module, "_entry_points", lambda: {"mine": point})
     with pytest.raises(ValueError, match=r"'mine', which belongs to NgramTrieDrafter"):
         register(Mine)
 
