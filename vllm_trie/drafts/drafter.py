@@ -148,7 +148,8 @@ class PreparedDrafts(ABC):
 
     @abstractmethod
     def trees(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        """Return the drafts of some of the requests, with the step's tokens in their texts.
+        """Return the drafts of some of the requests, the same objects as before with the step's
+        tokens in their texts.
 
         Takes the place of :meth:`Drafter.propose` after :meth:`draft`.
         """

@@ -111,7 +111,7 @@ class RequestTexts:
         """Return the ends of texts that are about to go on, as the compiled core takes them in with
         what follows; None if one is not indexed yet or there is no room.
 
-        :meth:`update` follows with the longer texts.
+        :meth:`went_on` follows with the longer texts.
 
         Args:
             requests: Before their next tokens.
@@ -131,6 +131,13 @@ class RequestTexts:
             num_indexed = len(tokens) if self._index_output else 0
             ends.append(IndexedText(text.index, text.text, first, tokens, num_indexed))
         return ends if len(ends) * num_new <= room else None
+
+    def went_on(self, requests: Sequence[DraftRequest]) -> None:
+        """Count tokens that the compiled core has taken in."""
+        for request in requests:
+            text, end = self._texts[request.request_id], self._end(request)
+            self.num_tokens += end - text.num_indexed
+            text.num_indexed, text.end = end, self._last_tokens(request, end)
 
     def release(self, request_id: str) -> None:
         """Forget a request."""

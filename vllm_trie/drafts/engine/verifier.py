@@ -50,8 +50,10 @@ class EarlyDrafts(NamedTuple):
     """Drafts that the device has, before anything else was done with the tokens they follow."""
 
     prepared: PreparedDrafts
+    requests: Mapping[int, DraftRequest]
+    """Those they are for, by batch index, without their last step."""
     seconds: float
-    """For which it waited for them."""
+    """For which the device waited."""
 
 
 class TreeVerifier:
@@ -314,7 +316,8 @@ class TreeVerifier:
         """
         spent = self.guard.seconds
         for index, request in requests.items():
-            step.show(request, index)
+            if early is None:
+                step.show(request, index)
             if sample_hidden_states is not None and self.guard.drafter.needs_hidden_states:
                 request.hidden_state = sample_hidden_states[step.last_row(index)]
         drafts: list[list[int]] = [[] for _ in step.request_ids]
@@ -367,11 +370,15 @@ class TreeVerifier:
             num_decoding: Requests that get a token from the next step.
         """
         if self.forecast is not None:
+            none, first = np.empty(0), 0
+            predicted = [none, *(t.probabilities for t in trees if t.probabilities is not None)]
+            rates = np.concatenate(predicted)  # asked together, as each call costs as much
+            rates = np.ones_like(rates) if self.budget is None else self.budget.acceptance(rates)
             for request, tree in zip(requests, trees, strict=True):
-                rates = np.ones(tree.num_nodes)
-                if tree.probabilities is not None and self.budget is not None:
-                    rates = self.budget.acceptance(tree.probabilities)
-                self.forecast.observe(request.request_id, rates)
+                size = 0 if tree.probabilities is None else tree.num_nodes
+                ours = rates[first : first + size] if size else np.ones(tree.num_nodes)
+                self.forecast.observe(request.request_id, ours)
+                first += size
         return trees if self.budget is None else self.budget.cut(trees, num_decoding)
 
     def take_stats(self) -> TreeStats | None:

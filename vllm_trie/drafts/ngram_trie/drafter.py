@@ -126,7 +126,7 @@ class NgramTrieDrafter(Drafter):
         self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
     ) -> list[TokenTree]:
         """Return the trees of drafts that were prepared, once the texts have gone on."""
-        self._texts.update(requests)
+        self._texts.went_on(requests)
         return self._trees(requests, drafts)
 
     def _take_in(self) -> None:

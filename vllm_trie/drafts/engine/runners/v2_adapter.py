@@ -42,7 +42,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
-from vllm_trie.drafts import DraftRequest, PreparedDrafts
+from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.budget import DraftForecast, planned_lengths
 from vllm_trie.drafts.engine.runners import v2_lengths
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
@@ -408,7 +408,12 @@ class V2Adapter(Adapter):
         last, cause = self._last, self._wait_cause()
         assert last is not None, "a step is launched ahead behind another"
         assert cause is not None, "which the host waits for"
-        early, prepared = None, None if self._unwaited else self._prepare(last)
+        early = prepared = None
+        if not self._unwaited:
+            before = self._draft_requests(last.texts, None, last.max_nodes)
+            for index, request in before.items():
+                last.show_rows(request, index)
+            prepared = self.trees.prepare(before, last.tokens.shape[1])
         if prepared is not None:
             places = DraftPlaces(prepared.request_ids, verified, self.num_draft_tokens)
         self._wait_for(last, cause)
@@ -418,24 +423,13 @@ class V2Adapter(Adapter):
             chains = self.trees.guard.draft_prepared(prepared, *arrived)
             if chains is not None:
                 self._hand_over(places.packed(*chains))
-                early = EarlyDrafts(prepared, self._delivered_at - start)
+                early = EarlyDrafts(prepared, before, self._delivered_at - start)
         self._draft_after(last, verified, early)
         drafts = self._drafts_of(verified)
         if early is None:
             self._hand_over(packed(list(drafts.values()), self.num_draft_tokens))
         self.trees.leave(self._delivered_at)
         return {name: draft for name, draft in drafts.items() if draft}
-
-    def _prepare(self, last: LaunchedStep) -> PreparedDrafts | None:
-        """Prepare the drafts after a step whose tokens are not there yet."""
-        requests = {}
-        for index, text in enumerate(last.texts):
-            if self._requests.get(text.data.req_id) is text:
-                request = self._draft_request(text, last.max_nodes)
-                if request is not None:
-                    last.show_rows(request, index)
-                    requests[index] = request
-        return self.trees.prepare(requests, last.tokens.shape[1])
 
     def _hand_over(self, rows: np.ndarray) -> None:
         """Let the device go on with rows of drafts, see :func:`packed`."""
@@ -452,7 +446,14 @@ class V2Adapter(Adapter):
         :meth:`TreeVerifier.draft`."""
         new_tokens = self._take_in(last)
         start = time.perf_counter()
-        requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
+        if early is None:
+            requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
+        else:
+            requests = {
+                index: request
+                for index, request in early.requests.items()
+                if last.texts[index].goes_on(request, new_tokens[index])
+            }
         self._expect_no_drafts(last.texts, requests)
         states = last.drafted_states()
         paths = self.trees.draft(last.step, requests, states, start, lengths, early)
@@ -551,9 +552,7 @@ class V2Adapter(Adapter):
         arrived = launched.tokens.tolist(), launched.counts.tolist()
         rows = zip(launched.texts, *arrived, strict=True)
         new_tokens = [
-            # The request may have ended, or started again, since the step was launched.
-            text.extend(row[:count]) if self._requests.get(text.data.req_id) is text else []
-            for text, row, count in rows
+            text.extend(row[:count]) if self._is_running(text) else [] for text, row, count in rows
         ]
         launched.hand_on_rows()
         self.trees.accept(step, step.paths_of(new_tokens))
@@ -577,14 +576,24 @@ class V2Adapter(Adapter):
         self._stats = stats or self._stats
 
     def _draft_requests(
-        self, texts: Sequence[RequestText], new_tokens: Sequence[Sequence[int]], max_nodes: int
+        self,
+        texts: Sequence[RequestText],
+        new_tokens: Sequence[Sequence[int]] | None,
+        max_nodes: int,
     ) -> dict[int, DraftRequest]:
-        """Return the requests that get a draft, by batch index."""
-        requests = (
-            self._draft_request(text, max_nodes) if tokens else None
-            for text, tokens in zip(texts, new_tokens, strict=True)
-        )
-        return {index: request for index, request in enumerate(requests) if request is not None}
+        """Return the requests that get a draft, by batch index, with their new tokens or as they
+        are before them."""
+        requests = {}
+        for index, text in enumerate(texts):
+            is_left = new_tokens[index] if new_tokens is not None else self._is_running(text)
+            request = self._draft_request(text, max_nodes) if is_left else None
+            if request is not None:
+                requests[index] = request
+        return requests
+
+    def _is_running(self, text: RequestText) -> bool:
+        """Return whether a request has neither ended nor started again since its step began."""
+        return self._requests.get(text.data.req_id) is text
 
     def _expect_no_drafts(
         self, texts: Sequence[RequestText], requests: Mapping[int, DraftRequest]
@@ -593,7 +602,7 @@ class V2Adapter(Adapter):
         if self.trees.forecast is not None:
             for index, text in enumerate(texts):
                 request_id = text.data.req_id
-                if index not in requests and self._requests.get(request_id) is text:
+                if index not in requests and self._is_running(text):
                     self.trees.forecast.observe(request_id, np.empty(0))
 
     def _draft_request(self, request: RequestText, max_nodes: int) -> DraftRequest | None:

@@ -79,6 +79,13 @@ class RequestText:
             chain_only=needs_chain(params),
         )
 
+    def goes_on(self, request: DraftRequest, new_tokens: Sequence[int]) -> bool:
+        """Let a request, as drafters saw it before its new tokens, go on with them; return whether
+        it gets a draft."""
+        request.token_ids = self.view[: self.num_tokens]
+        request.max_depth -= len(new_tokens)
+        return bool(new_tokens) and not self.has_ended and request.max_depth > 0
+
     def ended_request(self) -> DraftRequest | None:
         """Return the request with its whole text as drafters see it, None if it never gets
         drafts."""
