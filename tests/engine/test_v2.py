@@ -85,6 +85,8 @@ def test_steps_ahead_of_their_drafts(results) -> None:
     assert result["oracle_tokens_per_step"] > 1.3
     num_ahead, num_steps = result["ahead"]
     assert num_steps / 3 < num_ahead < num_steps
+    num_early, num_prepared = result["early"]  # before faulty drafters, which prepare nothing
+    assert num_steps / 8 < num_early == num_prepared < num_ahead
     assert result["waits"]["step"][:2] == [0, 1]
     assert result["requests_left"] == result["blocks_lost"] == 0
 

@@ -309,13 +309,19 @@ def run_ahead(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     """The share of an engine whose steps are launched ahead of their drafts."""
     before, adapter, totals = free_blocks(llm), runner_of(llm).adapter, trees_of(llm).totals
     waits, ahead, stock = Waits(llm), [], adapter._plan
+    early, guard = [], trees_of(llm).guard
+    draft_prepared = guard.draft_prepared
 
     def plan(output: Any) -> Any:
         lengths = stock(output)
         ahead.append(lengths is not None)
         return lengths
 
-    adapter._plan = plan
+    def draft_early(*arguments: Any) -> Any:
+        early.append(draft_prepared(*arguments))
+        return early[-1]
+
+    adapter._plan, guard.draft_prepared = plan, draft_early
     with preemptions(llm) as preempted:
         outputs = generate(llm, TEXTS, MIXED)
     result: dict[str, Any] = {
@@ -334,6 +340,7 @@ def run_ahead(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     return {
         **result,
         "ahead": [sum(ahead), len(ahead)],
+        "early": [sum(chains is not None for chains in early), len(early)],
         "waits": waits.summary(),
         "requests_left": len(adapter._requests) + len(trees_of(llm).forecast._rates),
         "blocks_lost": before - free_blocks(llm),

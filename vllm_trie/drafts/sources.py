@@ -11,6 +11,10 @@ from vllm_trie.tree import TokenTree
 class DraftSource:
     """Adds drafts to those of an engine's drafter, whichever that is."""
 
+    def may_extend(self, request: DraftRequest) -> bool:
+        """Return whether it ever has drafts for a request, which are then not prepared."""
+        return True
+
     def extend(self, requests: Sequence[DraftRequest], trees: list[TokenTree]) -> list[TokenTree]:
         """Return the drafter's trees with the source's drafts.
 

@@ -34,6 +34,7 @@ from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
+from vllm_trie.drafts.sources import DraftSource
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.tree import TokenTree
 
@@ -741,19 +742,31 @@ class Preparing(NextNumbers):
             raise RuntimeError(place)
 
 
-@pytest.mark.parametrize("fault", ["", "prepare", "draft", "vocabulary"])
+class OfOne(DraftSource):
+    """Has drafts for one request."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def may_extend(self, request: DraftRequest) -> bool:
+        return request.request_id == self._request_id
+
+
+@pytest.mark.parametrize("fault", ["", "prepare", "draft", "vocabulary", "source"])
 def test_drafts_that_were_prepared_are_those_of_the_drafter(steps, fault):
-    """Where that fails, drafting begins again."""
+    """Where that fails, drafting begins again; beside requests of another source it always does."""
     runs = []
     for drafter in (NextNumbers(), Preparing()):
         drafter.fault = fault  # type: ignore[attr-defined]
         ahead = Ahead(True, drafter)
+        ahead.adapter.trees.guard.sources = [OfOne("c" if fault == "source" else "nobody")]
         for name in "abc":
             ahead.add(name, [7, 8], **({"ignore_eos": True} if name == "c" else {}))
         runs.append(ahead.run(*TOKENS))
         assert not any(ahead.adapter.trees.guard.failures.values())
     assert runs[0] == runs[1]
-    assert drafter.prepared == (0 if fault in ("prepare", "draft") else 6)  # type: ignore[attr-defined]
+    num_prepared = 0 if fault in ("prepare", "draft", "source") else 6
+    assert drafter.prepared == num_prepared  # type: ignore[attr-defined]
 
 
 def test_a_drafter_that_loses_its_prepared_drafts_costs_them_alone(steps):

@@ -70,7 +70,9 @@ class GuardedDrafter:
         self, requests: Sequence[DraftRequest], rows: Sequence[int], num_new: int
     ) -> PreparedDrafts | None:
         """Prepare drafts, see :meth:`Drafter.prepare`; None if they are to be proposed as usual."""
-        if self._is_resting or self._failed_requests or self.sources or not requests:
+        if self._is_resting or self._failed_requests or not requests:
+            return None
+        if any(source.may_extend(request) for source in self.sources for request in requests):
             return None
         try:
             return self._call(self.drafter.prepare, requests, rows, num_new)

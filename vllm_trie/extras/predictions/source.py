@@ -149,9 +149,12 @@ class Predictions(DraftSource, StepObserver):
     def __init__(self) -> None:
         self._predictions: dict[str, _Prediction] = {}
 
+    def may_extend(self, request: DraftRequest) -> bool:
+        return bool(request.extra_args.get(PREDICTION))
+
     def extend(self, requests: Sequence[DraftRequest], trees: list[TokenTree]) -> list[TokenTree]:
         """Return the drafter's trees, with the predictions of the requests that have one."""
-        if not any(request.extra_args.get(PREDICTION) for request in requests):
+        if not any(map(self.may_extend, requests)):
             return trees
         extended = list(trees)
         for index, request in enumerate(requests):
