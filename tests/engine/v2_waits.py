@@ -22,6 +22,8 @@ _READS = frozenset(
 )
 
 
+_WATCHED = _READS | {"__getitem__", "__setitem__", "copy_", "to"}
+
 _from_numpy = torch.from_numpy
 
 
@@ -45,6 +47,8 @@ class HostReads(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name not in _WATCHED and not isinstance(result, torch.Tensor):
+            return result
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         on_host = bool(tensors) and _is_on_host(tensors[0])
         if name in _READS:
