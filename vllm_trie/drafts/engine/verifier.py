@@ -328,7 +328,7 @@ class TreeVerifier:
                 drafts[index] = tree.token_list.copy()  # vLLM may change its list
         drafting = self.guard.seconds - spent
         elapsed = time.perf_counter() - since
-        self._stats.drafting_seconds += drafting
+        self._stats.drafting_seconds += drafting + (early.seconds if early else 0.0)
         self._stats.bookkeeping_seconds += elapsed - drafting
         self._clock.leave_out(elapsed)
         if self.budget is not None and drafting:
