@@ -204,16 +204,18 @@ from vllm_trie.extras.memory.store_file import StoreHeader, read_store, write_st
 path, kills = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(1)
 texts = [StoredText(b"", np.full(200, i, dtype=np.int32)) for i in range(300)]
+header = StoreHeader(model="model", tokenizer="", vocab_size=1000, saved_at=0.0)
+start = time.perf_counter()
+write_store(path, header, texts)
+seconds = time.perf_counter() - start
 for kill in range(kills):
     child = os.fork()
     while child == 0:
-        header = StoreHeader(model="model", tokenizer="", vocab_size=1000, saved_at=float(kill))
         write_store(path, header, texts)
-    time.sleep(rng.uniform(0, 0.006))
+    time.sleep(rng.uniform(0, 3 * seconds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    if path.exists():
-        assert len(read_store(path).texts) == 300, kill
+    assert len(read_store(path).texts) == 300, kill
 print(len(list(path.parent.glob(".*"))), "left over")
 """
 
