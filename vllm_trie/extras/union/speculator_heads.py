@@ -49,9 +49,10 @@ class SpeculatorHeads:
         sampler: Any = getattr(speculator, "candidate_sampler", None)
         num_candidates = ROW_TOKENS if sampler is None else sampler.top_k
         shape = num_rows + 1, self._count, num_candidates
-        self._tokens = torch.zeros(shape, dtype=torch.int32, device=speculator.device)
-        self._probabilities = torch.zeros(shape, device=speculator.device)
-        self._kept = [self._tokens, self._probabilities]  # the fields of `Candidates`
+        self._kept = [  # the fields of `Candidates`
+            torch.zeros(shape, dtype=torch.int32, device=speculator.device),
+            torch.zeros(shape, device=speculator.device),
+        ]
         if sampler is not None:
             pairs = num_rows + 1, self._count - 1, num_candidates, num_candidates
             self._kept.append(torch.zeros(pairs, device=speculator.device))
@@ -131,8 +132,8 @@ class SpeculatorHeads:
             tokens = self._speculator.model.map_draft_to_target(tokens).int()
         # One index of rows: PyTorch would read an index without dimensions on the host.
         rows = idx_mapping * self._count + draft_step
-        self._tokens.flatten(0, 1)[rows] = tokens
-        self._probabilities.flatten(0, 1)[rows] = probabilities
+        self._kept[0].flatten(0, 1)[rows] = tokens
+        self._kept[1].flatten(0, 1)[rows] = probabilities
 
     def _keep_candidates(
         self,

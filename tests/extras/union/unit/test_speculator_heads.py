@@ -45,7 +45,7 @@ def keep(device: torch.device, rows: list[int], draft_step: Any) -> torch.Tensor
         torch.tensor(rows, dtype=torch.int32, device=device),
         torch.tensor(draft_step, device=device),
     )
-    return heads._tokens
+    return heads._kept[0]
 
 
 def keep_candidates(device: torch.device, rows: list[int]) -> list[torch.Tensor]:
