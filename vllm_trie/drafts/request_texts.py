@@ -135,9 +135,7 @@ class RequestTexts:
     def went_on(self, requests: Sequence[DraftRequest]) -> None:
         """Count tokens that the compiled core has taken in."""
         for request in requests:
-            text, end = self._texts[request.request_id], self._end(request)
-            self.num_tokens += end - text.num_indexed
-            text.num_indexed, text.end = end, self._last_tokens(request, end)
+            self._count(request, self._texts[request.request_id], self._end(request))
 
     def release(self, request_id: str) -> None:
         """Forget a request."""
@@ -195,6 +193,11 @@ class RequestTexts:
         """Return the tokens before a place of a text."""
         return request.token_ids[max(end - self._max_order, 0) : end].tobytes()
 
+    def _count(self, request: DraftRequest, text: _Text, end: int) -> None:
+        """Write how many tokens of a text are indexed."""
+        self.num_tokens += end - text.num_indexed
+        text.num_indexed, text.end = end, self._last_tokens(request, end)
+
     def _extend(self, request: DraftRequest, text: _Text, room: int) -> IndexedText:
         """Index at most `room` tokens of a text; writes `num_tokens`."""
         if text.prompt is not None and not text.text:
@@ -203,9 +206,7 @@ class RequestTexts:
         end = before
         if text.prompt is None or text.text:  # not behind a prompt that is incomplete
             end = max(before, min(self._end(request), before + room))
-        text.num_indexed = end
-        text.end = self._last_tokens(request, end)
-        self.num_tokens += end - before
+        self._count(request, text, end)
         # New tokens come with those before them, which shows whether they continue the text.
         is_new = end > before
         first = before - self._max_order if is_new else length - max(self._max_order, 2)
