@@ -410,7 +410,7 @@ class V2Adapter(Adapter):
         assert cause is not None, "which the host waits for"
         early = prepared = None
         if not self._unwaited:
-            before = self._draft_requests(last.texts, None, last.max_nodes)
+            before = self._draft_requests(last, [*map(self._is_running, last.texts)])
             for index, request in before.items():
                 last.show_rows(request, index)
             prepared = self.trees.prepare(before, last.tokens.shape[1])
@@ -447,7 +447,7 @@ class V2Adapter(Adapter):
         new_tokens = self._take_in(last)
         start = time.perf_counter()
         if early is None:
-            requests = self._draft_requests(last.texts, new_tokens, last.max_nodes)
+            requests = self._draft_requests(last, new_tokens)
         else:
             requests = {
                 index: request
@@ -576,20 +576,15 @@ class V2Adapter(Adapter):
         self._stats = stats or self._stats
 
     def _draft_requests(
-        self,
-        texts: Sequence[RequestText],
-        new_tokens: Sequence[Sequence[int]] | None,
-        max_nodes: int,
+        self, last: LaunchedStep, is_left: Sequence[object]
     ) -> dict[int, DraftRequest]:
-        """Return the requests that get a draft, by batch index, with their new tokens or as they
-        are before them."""
-        requests = {}
-        for index, text in enumerate(texts):
-            is_left = new_tokens[index] if new_tokens is not None else self._is_running(text)
-            request = self._draft_request(text, max_nodes) if is_left else None
-            if request is not None:
-                requests[index] = request
-        return requests
+        """Return the requests of a step that get a draft, by batch index, of those that are left,
+        as each says by its truth."""
+        requests = (
+            self._draft_request(text, last.max_nodes) if left else None
+            for text, left in zip(last.texts, is_left, strict=True)
+        )
+        return {index: request for index, request in enumerate(requests) if request is not None}
 
     def _is_running(self, text: RequestText) -> bool:
         """Return whether a request has neither ended nor started again since its step began."""
