@@ -88,6 +88,8 @@ class TreeVerifier:
         self.totals = TreeStats()
         self.share_trees = share_trees
         self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
+        # Drafts that a launched step has taken, and how many requests get a token from it.
+        self._unjudged: tuple[Sequence[DraftRequest], list[TokenTree], int] | None = None
         self._least_probability = 0.0  # of a node of the next drafts
         self._clock = StepClock()
         self._stats = TreeStats()
@@ -135,6 +137,9 @@ class TreeVerifier:
             drafts: Draft tokens by request id, as the scheduler sends them.
         """
         start = time.perf_counter()
+        if self._unjudged is not None:
+            self._judge(*self._unjudged)
+            self._unjudged = None
         step.has_drafts = bool(drafts)
         step.is_pausing = self.guard.is_off or (
             self.budget is not None
@@ -346,13 +351,16 @@ class TreeVerifier:
         ranks."""
         for request in requests:
             request.min_probability = self._least_probability
-        proposed = trees = []
-        if requests:
-            proposed = self.guard.propose(requests, None if early is None else early.prepared)
+        prepared = None if early is None else early.prepared
+        proposed = self.guard.propose(requests, prepared) if requests else []
+        if lengths is None:
             trees = self._judge(requests, proposed, step.num_decoding)
-        if lengths is not None:  # what the step has places for costs nothing more
+        else:
+            # What the step has places for costs nothing more, and the device may wait for it: the
+            # budget decides about the next drafts, later.
             pairs = zip(requests, proposed, strict=True)
             trees = [tree.prefix(lengths.get(request.request_id, 0)) for request, tree in pairs]
+            self._unjudged = requests, proposed, step.num_decoding
         if self.observers:
             request_ids = [request.request_id for request in requests]
             drafts = dict(zip(request_ids, zip(proposed, trees, strict=True), strict=True))
@@ -370,15 +378,11 @@ class TreeVerifier:
             num_decoding: Requests that get a token from the next step.
         """
         if self.forecast is not None:
-            none, first = np.empty(0), 0
-            predicted = [none, *(t.probabilities for t in trees if t.probabilities is not None)]
-            rates = np.concatenate(predicted)  # asked together, as each call costs as much
-            rates = np.ones_like(rates) if self.budget is None else self.budget.acceptance(rates)
             for request, tree in zip(requests, trees, strict=True):
-                size = 0 if tree.probabilities is None else tree.num_nodes
-                ours = rates[first : first + size] if size else np.ones(tree.num_nodes)
-                self.forecast.observe(request.request_id, ours)
-                first += size
+                rates = np.ones(tree.num_nodes)
+                if tree.probabilities is not None and self.budget is not None:
+                    rates = self.budget.acceptance(tree.probabilities)
+                self.forecast.observe(request.request_id, rates)
         return trees if self.budget is None else self.budget.cut(trees, num_decoding)
 
     def take_stats(self) -> TreeStats | None:
