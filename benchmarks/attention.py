@@ -1,7 +1,8 @@
 """Tree attention against vLLM's own kernel on a chain of as many tokens: one layer, one step.
 
 Rows of `stock` are vLLM's CPU kernel with causal attention for 1 + nodes tokens, those of `native`
-this project's C++ kernel with a random tree. Every run passes over the caches of several layers in
+this project's C++ kernel with a random tree. With vLLM's choice `amx`, `native vec` is that kernel
+with the cache layout of CPUs without AMX. Every run passes over the caches of several layers in
 turn, as a model does, so no layer's keys and values are in the nearest cache. `ms` is the median of
 interleaved repeats, per layer.
 
@@ -173,10 +174,14 @@ def attention_rows(options: argparse.Namespace, dtype_name: str) -> list[Row]:
         output = torch.empty_like(query)
         scale = options.head_size**-0.5
         kind = AttentionKind(options.window, soft_cap=options.soft_cap)
-        tree = (table, random_trees(nodes, context), scale, output, kind, isa_of(options, dtype))
+        tree = (table, random_trees(nodes, context), scale, output, kind)
+        isa = isa_of(options, dtype)
         runs = {"stock": stock_run(options, query, caches, table, seq_len, scale)}
         if "native" in options.kernels:
-            runs["native"] = partial(pass_over, native.tree_attention, query, caches, tree)
+            attend = partial(pass_over, native.tree_attention, query, caches)
+            runs["native"] = partial(attend, (*tree, isa))
+            if isa == "amx":
+                runs["native vec"] = partial(attend, (*tree, "vec"))
         interleave(runs, 1)
         timed = interleave(runs, options.repeats)
         ms = {
@@ -265,6 +270,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         return gpu_rows(options)
     if options.threads:
         torch.set_num_threads(options.threads)
+    torch.cpu._init_amx()  # vLLM's kernel has it done by the linear layers before it
     torch.manual_seed(0)
     rows = []
     for dtype in options.dtypes:

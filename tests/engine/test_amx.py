@@ -1,4 +1,7 @@
-"""An engine whose cache lies as for AMX. The kernels of vLLM that use it are made of its others."""
+"""An engine whose cache lies as for AMX.
+
+Where the processor has no AMX, the kernels of vLLM that use this cache are made of its others.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,23 @@ from vllm.v1.attention.backends import cpu_attn
 
 from tests.engine.beam.cases import prompt, request_of
 from tests.engine.beam.oracle import Case
-from tests.engine.compare import differences, generate, plain_outputs, speculation
+from tests.engine.compare import (
+    accepted_tokens,
+    differences,
+    generate,
+    largest_score_error,
+    margins,
+    plain_outputs,
+    speculation,
+)
 from tests.engine.conftest import runner_of
 from tests.engine.prompts import prompts
+from vllm_trie.attention import choose_kernels, kernels
 from vllm_trie.attention.cache_layout import slot_elements
 from vllm_trie.attention.native import NativeKernels
 from vllm_trie.drafts.engine.verification import compaction
 from vllm_trie.hooks.start import cpu_cache
+from vllm_trie.native import usable_sets
 from vllm_trie.searches.engine.worker import block_copies
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -27,7 +40,21 @@ OPTIONS = {"dtype": "bfloat16", "max_num_seqs": 8, **speculation("test_oracle", 
 
 
 @pytest.fixture
-def amx(monkeypatch):
+def vector(monkeypatch):
+    """Have vLLM, and the plugin's kernels, do without AMX where there is one."""
+
+    def isa(dtype, block_size, head_size=None, *more):  # as the ledger knows it
+        return "vec"
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", isa)
+    if choose_kernels().has_tiles:
+        native = NativeKernels(usable_sets()[1])
+        assert not native.has_tiles
+        monkeypatch.setattr(kernels, "choose_kernels", lambda: native)
+
+
+@pytest.fixture
+def amx(monkeypatch, vector):
     """Have vLLM take AMX; return the calls of the plugin's kernels with that cache, by name."""
     attend, plan = ops.cpu_attention_with_kv_cache, ops.cpu_attn_get_scheduler_metadata
 
@@ -95,7 +122,7 @@ def _outputs(llm) -> list:
 
 
 @pytest.fixture
-def expected(engine):
+def expected(engine, vector):
     plain_outputs(engine(dtype="bfloat16", **speculation("test_oracle", 1)), prompts(8), GREEDY)
     return _outputs(engine(**OPTIONS))
 
@@ -125,3 +152,25 @@ def test_an_unknown_layout_leaves_the_vector_kernel(engine, amx, monkeypatch, ca
     assert {layer.isa for layer in layers.values()} == {"vec"}
     assert "packs keys and values for AMX otherwise" in caplog.text
     assert block_copies._isa_of_slots(torch.bfloat16, 128, 64) == ""
+
+
+@pytest.mark.skipif(not choose_kernels().has_tiles, reason="the processor has no AMX")
+def test_tiles_differ_from_plain_vllm_at_near_ties_only(engine):
+    """vLLM's kernels serve prompts and requests without a draft, tiles those with one."""
+    params = GREEDY.clone()
+    params.logprobs = 2
+    quiet = params.clone()
+    quiet.extra_args = {"speculation": False}
+    some = prompts(12)
+    settings = {**OPTIONS, "seed": 3}
+    plain = engine(dtype="bfloat16", max_num_seqs=8, seed=3)
+    layers = runner_of(plain).compilation_config.static_forward_context
+    assert {layer.isa for layer in layers.values()} == {"amx"}
+    expected = plain_outputs(plain, some, params)
+    llm = engine(**settings)
+    outputs = generate(llm, some, [quiet if i % 3 == 1 else params for i in range(12)], 4)
+    margin_of = margins(expected, outputs)
+    assert all(margin is None or margin < 0.15 for margin in margin_of)
+    assert margin_of.count(None) >= 6
+    assert accepted_tokens(llm) > 100
+    assert largest_score_error(llm, prompts(2), 20) < 0.2

@@ -48,6 +48,10 @@ class NativeKernels:
         """What the products are computed with."""
         if library.vllm_trie_bf16_products():
             self.instructions += " with bfloat16 products"
+        self.has_tiles = bool(library.vllm_trie_tiles())
+        """Whether a cache of AMX's layout is multiplied in tiles."""
+        if self.has_tiles:
+            self.instructions += " and AMX tiles"
         self.has_openmp = bool(library.vllm_trie_has_openmp())
         """Whether the process has an OpenMP runtime, so that several threads can work."""
 
@@ -64,9 +68,10 @@ class NativeKernels:
     ) -> bool:
         """Do what :func:`vllm_trie.attention.tree_attention` does, with the same arguments.
 
-        Uses as many threads as torch does. Sums are float32; with AVX-512's bfloat16
-        instructions the products of bfloat16 queries and keys are exact, so that results in 16-bit
-        formats carry the rounding of the output and no more.
+        Uses as many threads as torch does. Sums are float32. With AVX-512's bfloat16 instructions
+        and in AMX tiles the products of bfloat16 queries and keys are exact, and the weights in
+        tiles have 17 bits, so that results in 16-bit formats carry the rounding of the output and
+        next to nothing else.
 
         Returns:
             False, with nothing done, if the shapes, strides or dtypes are none of vLLM's, or for

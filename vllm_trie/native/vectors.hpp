@@ -32,12 +32,32 @@ inline Floats broadcast(float value) { return value - Floats{}; }
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
+// The larger one of each lane, `b` where one is NaN.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 inline float largest(Floats values) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   return _mm512_reduce_max_ps((__m512)values);
 #else
   float result = values[0];
   for (int lane = 1; lane < kLanes; ++lane) result = values[lane] > result ? values[lane] : result;
+  return result;
+#endif
+}
+
+// Whether some lane of a comparison's result is true.
+inline bool any(Ints lanes) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_movepi32_mask((__m512i)lanes);
+#else
+  int32_t result = 0;
+  for (int lane = 0; lane < kLanes; ++lane) result |= lanes[lane];
   return result;
 #endif
 }
@@ -52,9 +72,10 @@ inline float sum(Floats values) {
 #endif
 }
 
-// 2^x for x <= 0 with a relative error of a float's last bit; exactly 1 at 0, 0 below 2^-126.
+// 2^x for x <= 0 with a relative error of a float's last bit; exactly 1 at 0, below 2^-126 anything
+// that is smaller, and 0 below 2^-127.
 inline Floats exp2_nonpositive(Floats x) {
-  const Floats in_range = x > -126.0f ? x : broadcast(-126.0f);
+  const Floats in_range = larger(x, broadcast(-127.0f));
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
   const Floats magic = broadcast(12582912.0f);
   const Floats shifted = in_range + magic;
@@ -66,9 +87,8 @@ inline Floats exp2_nonpositive(Floats x) {
   p = p * r + 0x1.ebfbdcp-3f;
   p = p * r + 0x1.62e430p-1f;
   p = p * r + 1.0f;
-  const Ints exponent = ((Ints)shifted - (Ints)magic) << 23;
-  const Floats result = (Floats)((Ints)p + exponent);
-  return x < -126.0f ? Floats{} : result;
+  // To the exponent; -127 makes the bits of 1 those of 0.
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
 // The hyperbolic tangent with a relative error of some of a float's last bits.

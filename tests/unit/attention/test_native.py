@@ -72,17 +72,23 @@ def run(native: NativeKernels, case: PagedCase, isa: str = "vec") -> torch.Tenso
 
 
 def check(native: NativeKernels, case: PagedCase) -> None:
-    """Within 1e-6 of the largest value, and the rounding of the output; the same in pairs."""
+    """Within 1e-6 of the largest value, and the rounding of the output.
+
+    In pairs the same, but for tiles: their weights are 2 ** -17 off at most.
+    """
     expected = case.expected()
     relative, smallest = OUTPUT_ROUNDING[case.query.dtype]
-    output = run(native, case)
+    results = [(run(native, case), 1e-6)]
     if case.query.dtype == torch.bfloat16 and not any(
         size % 32 for size in (case.query.shape[2], case.kv_cache.shape[2])
     ):
-        assert torch.equal(run(native, case, "amx"), output)
-    error = np.abs(output.double().numpy() - expected)
-    allowed = 1e-6 * max(1.0, case.largest_value) + relative * np.abs(expected) + smallest
-    assert (error <= allowed).all(), (error / allowed).max()
+        results.append((run(native, case, "amx"), 1e-6 + 2.0**-17 * native.has_tiles))
+        if not native.has_tiles:
+            assert torch.equal(*(output for output, _ in results))
+    for output, share in results:
+        error = np.abs(output.double().numpy() - expected)
+        allowed = share * max(1.0, case.largest_value) + relative * np.abs(expected) + smallest
+        assert (error <= allowed).all(), (error / allowed).max()
 
 
 @st.composite

@@ -99,8 +99,10 @@ inline std::vector<Unit> make_units(const Arguments& arguments, const uint64_t* 
           for (int64_t query = 1; query < unit.num_queries; ++query) {
             nearest = std::min(nearest, unit.position(query));
           }
-          // Blocks before the first slot may be gone; a segment is in one block.
-          unit.first_slot = first_seen(arguments, nearest) / kSegment * kSegment;
+          // Blocks before the first slot may be gone; a segment is in one block, and pairs of them
+          // are, too, where its size allows.
+          const int64_t aligned = arguments.block_size % (2 * kSegment) ? kSegment : 2 * kSegment;
+          unit.first_slot = first_seen(arguments, nearest) / aligned * aligned;
         }
         unit.num_chunks = (end - unit.first_slot + kChunk - 1) / kChunk;
         units.push_back(unit);

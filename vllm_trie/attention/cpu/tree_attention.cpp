@@ -17,9 +17,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "panels.hpp"
 #include "../../native/parallel.hpp"
+#include "panels.hpp"
 #include "tasks.hpp"
+#include "tiles.hpp"
 #include "visibility.hpp"
 
 namespace vllm_trie {
@@ -64,13 +65,16 @@ class Attention {
  public:
   using T = typename Layout::Element;
   using Product = RowOf<T>;
+  static constexpr bool kMayUseTiles =
+      std::is_same_v<Layout, Pairs> && std::is_same_v<Product, BFloat16>;
 
   explicit Attention(const Arguments& arguments)
       : arguments_(arguments),
         near_words_(near_words(arguments)),
         units_(make_units(arguments, near_words_.empty() ? arguments.words : near_words_.data())),
         group_(arguments.num_heads / arguments.num_kv_heads),
-        rows_(std::max(max_rows(arguments.head_size), group_)) {}
+        rows_((std::max(max_rows(arguments.head_size), group_) + kTile - 1) / kTile * kTile),
+        uses_tiles_(kMayUseTiles && have_tiles()) {}
 
   void run() {
     int64_t work = 0;
@@ -88,6 +92,7 @@ class Attention {
     for (const Task& task : tasks) parts_left_[task.unit] = task.num_parts;
     std::atomic<size_t> next{0};
     auto attend = [&](int, int) {
+      const TileScope scope(uses_tiles_);
       for (size_t index; (index = next++) < tasks.size();) attend_task(tasks[index]);
     };
     run_parallel(num_threads, attend);
@@ -139,34 +144,51 @@ class Attention {
         layout()};
     const int strips = kChunk / kStrip + (head_size + kStrip - 1) / kStrip;
     Chunk<Layout> chunk(head, unit.first_slot + first * kChunk, unit.end_slot);
-    float positions[kChunk];
     for (int64_t index = first; index < last; ++index) {
       const int64_t slot = unit.first_slot + index * kChunk;
       const Chunk<Layout> next(head, slot + kChunk, index + 1 < last ? unit.end_slot : 0);
-      Prefetcher<Layout> prefetch(next, count_tiles(rows) * strips);
-      multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores,
-                    prefetch);
-      if (arguments_.soft_cap) {
-        for (int row = 0; row < rows; ++row) cap(chunk.count, scores + row * kChunk);
-      }
-      if (arguments_.alibi_slopes) {
-        place_slots(unit, slot, chunk.count, positions);
-        for (int row = 0; row < rows; ++row) {
-          add_bias(of_head(arguments_.alibi_slopes, unit, row),
-                   static_cast<float>(unit.position(row / group_)), positions, chunk.count,
-                   scores + row * kChunk);
+      const float* kept = index == first ? nullptr : factors;
+      if (uses_tiles_) {
+        if constexpr (kMayUseTiles) {
+          Prefetcher<Layout> prefetch(next, (rows + kRowsOfTiles - 1) / kRowsOfTiles);
+          for (int row = 0; row < rows; row += kRowsOfTiles) {
+            prefetch();
+            const int end = std::min(rows, row + kRowsOfTiles);
+            float* weighted = sums.weighted + static_cast<int64_t>(row) * head_size;
+            multiply_keys_in_tiles(chunk, end - row, query_rows + row * head_size, scores);
+            weigh_rows<true>(unit, slot, chunk.count, row, end, scores, sums, factors);
+            multiply_values_in_tiles(chunk, end - row, scores, kept, weighted,
+                                     reinterpret_cast<BFloat16*>(strip));
+          }
         }
+      } else {
+        Prefetcher<Layout> prefetch(next, count_tiles(rows) * strips);
+        multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores,
+                      prefetch);
+        weigh_rows<false>(unit, slot, chunk.count, 0, rows, scores, sums, factors);
+        multiply_values(chunk, rows, scores, strip, kept, sums.weighted, prefetch);
       }
-      for (int row = 0; row < rows; ++row) {
-        factors[row] = weigh(visibility(unit, row / group_), slot, chunk.count,
-                             scores + row * kChunk, sums.maximum + row, sums.total + row);
-      }
-      multiply_values(chunk, rows, scores, strip, index == first ? nullptr : factors,
-                      sums.weighted, prefetch);
       chunk = next;
     }
     if (unit.row->num_shared && last == unit.num_chunks) attend_own_slots(unit, scores, sums);
     if (!partial) write(unit, sums);
+  }
+
+  // Scores of the rows [begin, end) -> weights, as weigh() does; factors of the same rows.
+  template <bool kSplit>
+  void weigh_rows(const Unit& unit, int64_t slot, int count, int begin, int end, float* scores,
+                  const Partial& sums, float* factors) const {
+    float positions[kChunk];
+    if (arguments_.alibi_slopes) place_slots(unit, slot, count, positions);
+    for (int row = begin; row < end; ++row, scores += kChunk) {
+      if (arguments_.soft_cap) cap(count, scores);
+      if (arguments_.alibi_slopes) {
+        add_bias(of_head(arguments_.alibi_slopes, unit, row),
+                 static_cast<float>(unit.position(row / group_)), positions, count, scores);
+      }
+      *factors++ = weigh<kSplit>(visibility(unit, row / group_), slot, count, scores,
+                                 sums.maximum + row, sums.total + row);
+    }
   }
 
   Layout layout() const { return {arguments_.block_size, arguments_.head_size}; }
@@ -203,7 +225,7 @@ class Attention {
         if (arguments_.soft_cap) cap(kLanes, scores);
         store(scores, keep_visible(load(scores), bits));
         const float factor =
-            weigh(every, slot, kLanes, scores, sums.maximum + row, sums.total + row);
+            weigh<false>(every, slot, kLanes, scores, sums.maximum + row, sums.total + row);
         for (int d = 0; d < head_size; d += kLanes) {
           Floats sum = load(weighted + d) * factor;
           for (int i = first; i < count; ++i) {
@@ -295,10 +317,13 @@ class Attention {
   }
 
   // One row's scores of a chunk -> weights relative to the row's new maximum, in place. Updates
-  // the maximum and the total; returns what earlier sums must be multiplied with.
+  // the maximum and the total; returns what earlier sums must be multiplied with. kSplit: the
+  // weights are split_weights(), and zero up to the next multiple of kDepthOfTile.
+  template <bool kSplit>
   float weigh(const Visibility& visible, int64_t start, int count, float* scores, float* maximum,
               float* total) const {
-    const int columns = (count + kLanes - 1) / kLanes * kLanes;
+    constexpr int kStep = kSplit ? kDepthOfTile : kLanes;
+    const int columns = (count + kStep - 1) / kStep * kStep;
     auto hide = [&](int64_t column, int64_t end) {
       for (; column < end; column += kLanes) {
         const uint32_t bits = visible.bits(start + column, kLanes);
@@ -311,20 +336,27 @@ class Attention {
     }
     Floats largest_scores = load(scores);
     for (int column = kLanes; column < columns; column += kLanes) {
-      const Floats some = load(scores + column);
-      largest_scores = some > largest_scores ? some : largest_scores;
+      largest_scores = larger(load(scores + column), largest_scores);
     }
     const float before = *maximum;
-    const float now = std::max(before, largest(largest_scores));
+    const float now = any(largest_scores > before) ? largest(largest_scores) : before;
     const float scale = arguments_.scale * 1.44269504f;  // weights are powers of two
     // A row may see nothing of a chunk: its maximum must not be subtracted from itself then.
     const Floats shift = broadcast(now == kMinusInfinity ? 0.0f : now * scale);
     const Floats scales = broadcast(scale);
     Floats sums = {};
-    for (int column = 0; column < columns; column += kLanes) {
-      const Floats weights = exp2_nonpositive(load(scores + column) * scales - shift);
-      store(scores + column, weights);
-      sums += weights;
+    const auto weights = [&](int column) {
+      const Floats result = exp2_nonpositive(load(scores + column) * scales - shift);
+      sums += result;
+      return result;
+    };
+    for (int column = 0; column < columns; column += kStep) {
+      const Floats some = weights(column);
+      if constexpr (kSplit) {
+        split_weights(some, weights(column + kLanes), scores + column);
+      } else {
+        store(scores + column, some);
+      }
     }
     // exp2(-infinity) is 0: nothing was seen before.
     const float factor = before == now ? 1.0f : std::exp2((before - now) * scale);
@@ -376,7 +408,8 @@ class Attention {
   std::vector<uint64_t> near_words_;
   std::vector<Unit> units_;
   int group_;
-  int rows_;  // of the largest unit
+  int rows_;  // of the largest unit, in whole tiles
+  bool uses_tiles_;
   float* partials_ = nullptr;
   std::vector<std::atomic<int>> parts_left_;  // of each unit
 };
@@ -412,5 +445,7 @@ extern "C" int vllm_trie_bf16_products() {
   return 0;
 #endif
 }
+
+extern "C" int vllm_trie_tiles() { return vllm_trie::have_tiles(); }
 
 extern "C" int vllm_trie_has_openmp() { return vllm_trie::have_openmp(); }
