@@ -96,10 +96,7 @@ class Load(NamedTuple):
     @property
     def answer(self) -> list[int] | None:
         """The recorded answers, one behind the other; None if they are free."""
-        answers = [
-            (contestanttion.answer or [])[: contestanttion.max_tokens]
-            for contestanttion in self.questions
-        ]
+        answers = [(question.answer or [])[: question.max_tokens] for question in self.questions]
         return [token for answer in answers for token in answer] or None
 
 
