@@ -251,6 +251,16 @@ def test_nodes_that_fill_a_block_are_drafted():
     assert budget.cut([_chain([0.05])] * 8, 8)[0].num_nodes == 1
 
 
+@pytest.mark.parametrize(("drafted", "kept"), [(32, 32), (31, 15), (20, 15)])
+def test_nodes_that_fill_faster_blocks_are_drafted(drafted, kept):
+    """As oneDNN's products in AMX tiles: 17 to 32 rows take longer than 33."""
+    budget = node_budget({1: 0.010, 16: 0.010, 17: 0.014, 32: 0.014, 33: 0.011, 48: 0.012})
+    tree = TokenTree.from_lists(range(drafted), [-1] * drafted, [1 / drafted] * drafted)
+    for _ in range(100):
+        budget.observe_step(kept + 1, 0.03)
+    assert budget.cut([tree], 1)[0].num_nodes == kept
+
+
 def test_cut_trees_are_the_likeliest_subtrees():
     tree = TokenTree.from_lists([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.02, 0.4, 0.3])
     (cut,) = node_budget(linear(0.1, 1, 2, 4, 8, start=0.9)).cut([tree], 1)

@@ -53,13 +53,31 @@ def test_ranks_do_the_same_whatever_their_clocks_say(limit):
     assert passes(2, 0.0, limit) == passes(2, 0.001, 60.0)
 
 
-def test_the_shortest_pass_of_a_size_counts():
-    """Something else keeps the machine busy during the first passes, then during a late one."""
-    for slow in (range(15), range(20, 21)):
-        budget = Budget()
-        durations = (0.02 if i in slow else 0.0 for i in count())
-        calibrate_step_cost(budget, lambda n, d=durations: time.sleep(next(d)), MAX_NUM_TOKENS, 1)
-        assert max(budget.seconds) < 0.02
+class Clock:
+    """Passes of one millisecond and one for each block of 16 tokens, on a machine that is slower at
+    times: `slow` are the numbers of these passes."""
+
+    def __init__(self, slow: range) -> None:
+        self._slow = slow
+        self._passes = count()
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def run_step(self, num_tokens: int) -> None:
+        factor = 1.7 if next(self._passes) in self._slow else 1.0
+        self._now += 1e-3 * factor * (1.0 + -(-num_tokens // 16))
+
+
+@pytest.mark.parametrize("slow", [range(15), range(20, 21), range(18, 42), range(200)])
+def test_busy_spells_do_not_change_the_proportions(slow):
+    """The first passes, one of them, a round and some passes of others, and all."""
+    budget, clock = Budget(), Clock(slow)
+    calibrate_step_cost(budget, clock.run_step, MAX_NUM_TOKENS, 1, clock=clock)
+    took = dict(zip(budget.observed, budget.seconds, strict=True))
+    for num_tokens, blocks in ((16, 1), (17, 2), (65, 5), (129, 9)):
+        assert took[num_tokens] / took[1] == pytest.approx((1 + blocks) / 2, rel=1e-6)
 
 
 def test_the_passes_have_a_clock_of_their_own():

@@ -27,16 +27,19 @@ class StepCost:
     """Seconds per step by its number of tokens n: ``expected(n) * exp(level + tilt * log(n))``.
 
     The engine's start measures `expected`, which knows where a step fills the blocks of matrix
-    products. The level follows each step: a machine that is busy with something else makes steps of
-    all sizes longer. The tilt corrects, slowly, what larger steps cost beyond what was expected,
-    such as attention. It learns from differences between steps that follow one another (recursive
-    least squares), so neither the machine's other work nor a size that happens to be measured at a
-    bad time changes the choice between sizes.
+    products, and where larger blocks make a larger step faster. The level follows each step: a
+    machine that is busy with something else makes steps of all sizes longer. The tilt corrects,
+    slowly, what larger steps cost beyond what was expected, such as attention. It learns from
+    differences between steps that follow one another (recursive least squares), so neither the
+    machine's other work nor a size that happens to be measured at a bad time changes the choice
+    between sizes.
     """
 
     def __init__(self) -> None:
         self._expected: dict[int, float] = {}
-        self._table = self._logs = np.empty(0)  # of what is expected, and of numbers of tokens
+        # Of what is expected at most up to a number of tokens, of the share of it that is expected
+        # there, and of logarithms of numbers of tokens.
+        self._table = self._shares = self._logs = np.empty(0)
         self._level = 0.0
         self._tilt = 0.0
         self._mean = 0.0  # logarithm of the tokens of the newest steps
@@ -61,6 +64,10 @@ class StepCost:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in one measured step; `num_tokens` counts its nodes, too."""
         if not self.known:
+            for size, expected in self._expected.items():
+                # Where the larger step was faster, the smaller one was disturbed.
+                if (size - num_tokens) * (expected - seconds) < 0:
+                    self._expected[size] = seconds = min(seconds, expected)
             self.expect(num_tokens, seconds)
             return
         error = _error(seconds, self(num_tokens))
@@ -83,18 +90,18 @@ class StepCost:
             self._build(max(size, 128))
         factors = np.exp(self._level + self._tilt * self._logs[:size])
         seconds: np.ndarray = np.maximum.accumulate(self._table[:size] * factors)
-        return seconds
+        return seconds * self._shares[:size]
 
     def _build(self, size: int) -> None:
         """Tabulate what is expected, linear between the sizes."""
         counts = np.arange(size, dtype=np.float64)
         sizes = np.array(sorted(self._expected), dtype=np.float64)
-        # Where a larger step is faster, the smaller one was disturbed.
         seconds = np.array([self._expected[int(n)] for n in sizes])
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         # Beyond them with the slope of the last half: that of the last two can be noise.
         start = max(int(np.searchsorted(sizes, sizes[-1] / 2, side="right")) - 1, 0)
-        slope = (seconds[-1] - seconds[start]) / (sizes[-1] - sizes[start])
+        slope = max(seconds[-1] - seconds[start], 0.0) / (sizes[-1] - sizes[start])
         beyond = slope * np.maximum(counts - sizes[-1], 0.0)
-        self._table = np.interp(counts, sizes, seconds) + beyond
+        expected = np.interp(counts, sizes, seconds) + beyond
+        self._table = np.maximum.accumulate(expected)
+        self._shares = expected / self._table
         self._logs = np.log(np.maximum(counts, 1.0))

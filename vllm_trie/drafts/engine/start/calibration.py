@@ -10,12 +10,12 @@ import torch
 
 from vllm_trie.drafts.budget import NodeBudget
 
-# On both sides of a power of two: matrix products work on blocks of rows, and a step with one token
-# more than fills its blocks can take a quarter longer.
-_NUM_TOKENS = (1, 8, 16, 17, 32, 33, 64, 65)
+# Where blocks of rows end, on both sides: a step with one token more than fills its blocks can take
+# a quarter longer, and one that fills larger blocks less again.
+_NUM_TOKENS = (1, 8, 16, 17, 32, 33, 48, 49, 64, 65)
 _MORE_TOKENS = (128, 129, 256, 257)  # for one rank, if its passes are short
-_REPEATS = 3
-_REPEATS_OF_RANKS = 2
+_ROUNDS = 6  # of all sizes; the first one warms up
+_ROUNDS_OF_RANKS = 3
 
 
 @torch.inference_mode()
@@ -24,14 +24,14 @@ def calibrate_step_cost(
     run_step: Callable[[int], None],
     max_num_tokens: int,
     num_ranks: int,
-    seconds: float = 2.0,
+    seconds: float = 3.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Let the budget expect the durations of forward passes; do nothing without a budget.
 
-    Of several passes of a size the shortest counts: the first one warms up, and another program on
-    the machine makes passes longer, never shorter. The passes leave attention out, which real steps
-    add, see :class:`~vllm_trie.drafts.budget.StepCost`.
+    Another program on the machine makes passes longer for a while. So each pass is compared with
+    the other sizes' in its round, and the median over the rounds counts. The passes leave attention
+    out, which real steps add, see :class:`~vllm_trie.drafts.budget.StepCost`.
 
     Args:
         budget: changed.
@@ -47,22 +47,26 @@ def calibrate_step_cost(
         return
     alone = num_ranks == 1
     start = time.perf_counter()
-    shortest: dict[int, float] = {}
     sizes = [n for n in _NUM_TOKENS + _MORE_TOKENS * alone if n <= max_num_tokens]
-    for repeat in range(_REPEATS if alone else _REPEATS_OF_RANKS):
+    rounds: list[list[float]] = []
+    while len(rounds) < (_ROUNDS if alone else _ROUNDS_OF_RANKS):
+        if alone and rounds and time.perf_counter() - start > seconds:
+            break
+        times: list[float] = []
         for num_tokens in sizes:
             begin = clock()
             run_step(num_tokens)
-            took = clock() - begin
-            shortest[num_tokens] = min(took, shortest.get(num_tokens, took))
-            is_long = num_tokens >= _NUM_TOKENS[-1] and took > seconds / 20
-            if alone and not repeat and is_long:
-                sizes = sizes[: sizes.index(num_tokens) + 1]
+            times.append(max(clock() - begin, 1e-9))
+            is_long = num_tokens >= _NUM_TOKENS[-1] and times[-1] > seconds / 20
+            if alone and not rounds and is_long:
                 break
-        if alone and repeat and time.perf_counter() - start > seconds:
-            break
-    for num_tokens, took in shortest.items():
-        budget.expect_step(num_tokens, took)
+        sizes = sizes[: len(times)]
+        rounds.append(times)
+    logs = np.log(rounds[1:] or rounds)
+    level = logs.mean(axis=1)
+    proportions = np.median(logs - level[:, None], axis=0)
+    for num_tokens, took in zip(sizes, np.exp(np.median(level) + proportions), strict=True):
+        budget.expect_step(num_tokens, float(took))
 
 
 def expect_measured(budget: NodeBudget | None, seconds: np.ndarray) -> None:
