@@ -70,7 +70,7 @@ class NativeKernels:
 
         Uses as many threads as torch does. Sums are float32. With AVX-512's bfloat16 instructions
         and in AMX tiles the products of bfloat16 queries and keys are exact, and the weights in
-        tiles have 17 bits, so that results in 16-bit formats carry the rounding of the output and
+        tiles have 16 bits, so that results in 16-bit formats carry the rounding of the output and
         next to nothing else.
 
         Returns:

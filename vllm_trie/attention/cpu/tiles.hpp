@@ -94,7 +94,7 @@ inline void multiply_keys_in_tiles(const Chunk<Pairs>& chunk, int rows, const BF
 }
 
 // Weights of 2 * kLanes slots in place of as many floats: their upper halves, then what is left of
-// them in bfloat16, which loses the last of a float's bits.
+// them in bfloat16. Together they have 16 bits.
 inline void split_weights(Floats first, Floats second, float* to) {
   alignas(64) static constexpr auto kOddWords = [] {
     struct { uint16_t of[32]; } words{};

@@ -50,7 +50,7 @@ def calibrate_step_cost(
     sizes = [n for n in _NUM_TOKENS + _MORE_TOKENS * alone if n <= max_num_tokens]
     rounds: list[list[float]] = []
     while len(rounds) < (_ROUNDS if alone else _ROUNDS_OF_RANKS):
-        if alone and rounds and time.perf_counter() - start > seconds:
+        if alone and len(rounds) > 1 and time.perf_counter() - start > seconds:
             break
         times: list[float] = []
         for num_tokens in sizes:
@@ -62,7 +62,7 @@ def calibrate_step_cost(
                 break
         sizes = sizes[: len(times)]
         rounds.append(times)
-    logs = np.log(rounds[1:] or rounds)
+    logs = np.log(rounds[1:])
     level = logs.mean(axis=1)
     proportions = np.median(logs - level[:, None], axis=0)
     for num_tokens, took in zip(sizes, np.exp(np.median(level) + proportions), strict=True):
