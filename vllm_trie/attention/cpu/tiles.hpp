@@ -19,6 +19,8 @@ constexpr int kRowsOfTiles = 2 * kTile;  // multiplied at a time: two tiles of r
 
 #if defined(VLLM_TRIE_TILES)
 
+constexpr bool kCompiledTiles = true;
+
 // Whether the processor has tiles, and the operating system lets this process use them.
 inline bool have_tiles() {
   static const bool usable = [] {
@@ -180,6 +182,7 @@ inline void multiply_values_in_tiles(const Chunk<Pairs>& chunk, int rows, const 
 
 #else
 
+constexpr bool kCompiledTiles = false;
 inline bool have_tiles() { return false; }
 struct TileScope {
   explicit TileScope(bool) {}

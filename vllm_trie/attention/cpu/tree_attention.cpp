@@ -65,8 +65,7 @@ class Attention {
  public:
   using T = typename Layout::Element;
   using Product = RowOf<T>;
-  static constexpr bool kMayUseTiles =
-      std::is_same_v<Layout, Pairs> && std::is_same_v<Product, BFloat16>;
+  static constexpr bool kMayUseTiles = kCompiledTiles && std::is_same_v<Layout, Pairs>;
 
   explicit Attention(const Arguments& arguments)
       : arguments_(arguments),
