@@ -59,39 +59,68 @@ class TileScope {
 // The compiler does not know that loads of tiles read memory.
 inline void write_memory() { __asm__ volatile("" ::: "memory"); }
 
+// Tiles 0 to 3 are sums of two tiles of rows and two of columns, [2 * kTile, 2 * kTile], or of the
+// first tile of rows alone. Tiles 4 and 5 are factors with these rows, 6 and 7 with these columns.
+// Strides count bytes.
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+inline void load_sums(const float* from, int64_t stride, bool both) {
+  _tile_loadd(0, from, stride);
+  _tile_loadd(1, from + kTile, stride);
+  if (both) {
+    const float* below = from + kTile * stride / sizeof(float);
+    _tile_loadd(2, below, stride);
+    _tile_loadd(3, below + kTile, stride);
+  }
+}
+
+inline void store_sums(float* to, int64_t stride, bool both) {
+  _tile_stored(0, to, stride);
+  _tile_stored(1, to + kTile, stride);
+  if (both) {
+    float* below = to + kTile * stride / sizeof(float);
+    _tile_stored(2, below, stride);
+    _tile_stored(3, below + kTile, stride);
+  }
+}
+
+inline void load_columns(const BFloat16* columns, const BFloat16* more_columns) {
+  _tile_loadd(6, columns, 64);
+  _tile_loadd(7, more_columns, 64);
+}
+
+// Adds the products of rows of bfloat16 numbers and the loaded columns.
+inline void add_products(const void* rows, int64_t stride, bool both) {
+  _tile_loadd(4, rows, stride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (both) {
+    _tile_loadd(5, static_cast<const char*>(rows) + kTile * stride, stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // scores[rows, count] = query[rows, head_size] * keys, for at most kRowsOfTiles rows. Whole tiles
 // are read and written.
 inline void multiply_keys_in_tiles(const Chunk<Pairs>& chunk, int rows, const BFloat16* query,
                                    float* scores) {
   const int64_t head_size = chunk.layout.head_size;
-  const int64_t query_bytes = head_size * sizeof(BFloat16), score_bytes = kChunk * sizeof(float);
   const bool both = rows > kTile;
   write_memory();
   for (int slot = 0; slot < chunk.count; slot += 2 * kTile) {
     const BFloat16* keys = chunk.keys_of[slot / kSegment];
-    const BFloat16* more_keys = keys + chunk.layout.key(kTile, 0);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int64_t d = 0; d < head_size; d += kDepthOfTile) {
-      _tile_loadd(4, query + d, query_bytes);
-      _tile_loadd(6, keys + d * kTile, 64);
-      _tile_loadd(7, more_keys + d * kTile, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if (both) {
-        _tile_loadd(5, query + kTile * head_size + d, query_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      load_columns(keys + chunk.layout.key(0, d), keys + chunk.layout.key(kTile, d));
+      add_products(query + d, head_size * sizeof(BFloat16), both);
     }
-    _tile_stored(0, scores + slot, score_bytes);
-    _tile_stored(1, scores + slot + kTile, score_bytes);
-    if (both) {
-      _tile_stored(2, scores + kTile * kChunk + slot, score_bytes);
-      _tile_stored(3, scores + kTile * kChunk + slot + kTile, score_bytes);
-    }
+    store_sums(scores + slot, kChunk * sizeof(float), both);
   }
 }
 
@@ -116,7 +145,7 @@ inline void split_weights(Floats first, Floats second, float* to) {
 // kDepthOfTile values. factors: one per row, or null to overwrite the sums.
 inline void multiply_values_in_tiles(const Chunk<Pairs>& chunk, int rows, const float* weights,
                                      const float* factors, float* sums, BFloat16* last_values) {
-  const int64_t head_size = chunk.layout.head_size, block_size = chunk.layout.block_size;
+  const int64_t head_size = chunk.layout.head_size;
   const int64_t weight_bytes = kChunk * sizeof(float), sum_bytes = head_size * sizeof(float);
   const bool both = rows > kTile;
   for (int row = 0; factors && row < rows; ++row) {
@@ -140,43 +169,21 @@ inline void multiply_values_in_tiles(const Chunk<Pairs>& chunk, int rows, const 
   write_memory();
   for (int64_t d = 0; d < head_size; d += 2 * kTile) {
     if (factors) {
-      _tile_loadd(0, sums + d, sum_bytes);
-      _tile_loadd(1, sums + d + kTile, sum_bytes);
-      if (both) {
-        _tile_loadd(2, sums + kTile * head_size + d, sum_bytes);
-        _tile_loadd(3, sums + kTile * head_size + d + kTile, sum_bytes);
-      }
+      load_sums(sums + d, sum_bytes, both);
     } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      zero_sums();
     }
     for (int slot = 0; slot < chunk.count; slot += kDepthOfTile) {
-      const bool is_last = slot == whole;
-      const BFloat16* values =
-          is_last ? last_values + d * 2 * kTile
-                  : chunk.values_of[slot / kSegment] + chunk.layout.value(0, d);
-      _tile_loadd(6, values, 64);
-      _tile_loadd(7, values + (is_last ? 2 * kTile : block_size) * kTile, 64);
-      for (int half = 0; half < 2; ++half) {
-        const float* some = weights + slot + half * kLanes;
-        _tile_loadd(4, some, weight_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (both) {
-          _tile_loadd(5, some + kTile * kChunk, weight_bytes);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
+      if (slot == whole) {
+        load_columns(last_values + d * 2 * kTile, last_values + (d + kTile) * 2 * kTile);
+      } else {
+        const BFloat16* values = chunk.values_of[slot / kSegment];
+        load_columns(values + chunk.layout.value(0, d), values + chunk.layout.value(0, d + kTile));
       }
+      add_products(weights + slot, weight_bytes, both);
+      add_products(weights + slot + kLanes, weight_bytes, both);  // their lower halves
     }
-    _tile_stored(0, sums + d, sum_bytes);
-    _tile_stored(1, sums + d + kTile, sum_bytes);
-    if (both) {
-      _tile_stored(2, sums + kTile * head_size + d, sum_bytes);
-      _tile_stored(3, sums + kTile * head_size + d + kTile, sum_bytes);
-    }
+    store_sums(sums + d, sum_bytes, both);
   }
 }
 

@@ -146,7 +146,7 @@ class Attention {
     for (int64_t index = first; index < last; ++index) {
       const int64_t slot = unit.first_slot + index * kChunk;
       const Chunk<Layout> next(head, slot + kChunk, index + 1 < last ? unit.end_slot : 0);
-      const float* kept = index == first ? nullptr : factors;
+      const float* earlier = index == first ? nullptr : factors;  // of the sums so far
       if (uses_tiles_) {
         if constexpr (kMayUseTiles) {
           Prefetcher<Layout> prefetch(next, (rows + kRowsOfTiles - 1) / kRowsOfTiles);
@@ -156,7 +156,7 @@ class Attention {
             float* weighted = sums.weighted + static_cast<int64_t>(row) * head_size;
             multiply_keys_in_tiles(chunk, end - row, query_rows + row * head_size, scores);
             weigh_rows<true>(unit, slot, chunk.count, row, end, scores, sums, factors);
-            multiply_values_in_tiles(chunk, end - row, scores, kept, weighted,
+            multiply_values_in_tiles(chunk, end - row, scores, earlier, weighted,
                                      reinterpret_cast<BFloat16*>(strip));
           }
         }
@@ -165,7 +165,7 @@ class Attention {
         multiply_keys(chunk, rows, query_rows, reinterpret_cast<Product*>(strip), scores,
                       prefetch);
         weigh_rows<false>(unit, slot, chunk.count, 0, rows, scores, sums, factors);
-        multiply_values(chunk, rows, scores, strip, kept, sums.weighted, prefetch);
+        multiply_values(chunk, rows, scores, strip, earlier, sums.weighted, prefetch);
       }
       chunk = next;
     }
