@@ -29,7 +29,7 @@ COLUMNS = (
 def main() -> None:
     """Measure and print."""
     smoke = {"prompt_lens": [40], "nodes": [8], "max_tokens": 8, "eager": True}
-    parser = option_parser(__doc__, repeats=5, smoke={**smoke, "repeats": 1})
+    parser = option_parser(__doc__, repeats=5, smoke=smoke)
     add_model_option(parser, "a chat model; the shipped one if left out")
     parser.add_argument("--prompt-lens", type=int, nargs="+", default=[100, 500, 1500, 2000, 6000])
     parser.add_argument("--nodes", type=int, nargs="*", default=[8, 24, 32])
@@ -52,11 +52,8 @@ def run(options: argparse.Namespace) -> list[Row]:
     methods = [PLAIN, *options.methods]
     for nodes in options.nodes:
         methods.append(f"ngram_trie {nodes}")
-        METHODS[methods[-1]] = {
-            "method": "ngram_trie",
-            "num_speculative_tokens": nodes,
-            "node_budget": "fixed",
-        }
+        fixed = {"num_speculative_tokens": nodes, "node_budget": "fixed"}
+        METHODS[methods[-1]] = {**(METHODS["ngram_trie"] or {}), **fixed}
     settings = {
         "dtype": options.dtype,
         "enforce_eager": options.eager,
@@ -81,6 +78,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 def row_of(length: int, method: str, measured: dict[str, list[Measured]]) -> Row:
     """Return a method's medians."""
+    results, plain = measured[method], measured[PLAIN]
 
     def first_token(result: Measured) -> float:
         return 1e3 * result.first_token_seconds
@@ -89,10 +87,8 @@ def row_of(length: int, method: str, measured: dict[str, list[Measured]]) -> Row
         return 1e3 * (result.seconds - result.first_token_seconds) / result.steps
 
     def over_plain(ms: Callable[[Measured], float]) -> float:
-        pairs = zip(measured[method], measured[PLAIN], strict=True)
-        return median(ms(ours) / ms(plain) for ours, plain in pairs)
+        return median(ms(ours) / ms(theirs) for ours, theirs in zip(results, plain, strict=True))
 
-    results = measured[method]
     steps = sum(result.steps for result in results)
     return {
         "prompt": length,
