@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
+from vllm_trie.drafts.engine.runners.v2_launched import StepsInFlight
 
 FILE = "V2_ORDER_FILE"
 """Environment variable with the path of the record, which processes append to."""
@@ -20,7 +20,7 @@ FILE = "V2_ORDER_FILE"
 def note_order() -> None:
     """Note launches of steps, outputs that are sent, waits for tokens, and outputs that arrive."""
     execute, sample = GPUModelRunner.execute_model, GPUModelRunner.sample_tokens
-    wait_for, update = V2Adapter._wait_for, Scheduler.update_from_output
+    stock_wait, update = StepsInFlight.wait, Scheduler.update_from_output
 
     @functools.wraps(execute)  # the plugin compares vLLM's signatures with its table
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,9 +35,9 @@ def note_order() -> None:
         _note("send")
         return result
 
-    def wait(self: Any, *args: Any) -> None:
+    def wait(self: Any) -> Any:
         _note("wait")
-        wait_for(self, *args)
+        return stock_wait(self)
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
@@ -46,7 +46,7 @@ def note_order() -> None:
         return update(self, scheduler_output, output)
 
     GPUModelRunner.execute_model, GPUModelRunner.sample_tokens = execute_model, sample_tokens
-    V2Adapter._wait_for, Scheduler.update_from_output = wait, update_from_output
+    StepsInFlight.wait, Scheduler.update_from_output = wait, update_from_output
 
 
 def _note(event: str) -> None:

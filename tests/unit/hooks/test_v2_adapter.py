@@ -634,7 +634,7 @@ class Ahead(Steps):
         seen = []
         for sampled in steps:
             self.drafter.requests = []
-            self.run_step(sampled, scheduled=WIDTH if self.adapter._last else 0)
+            self.run_step(sampled, scheduled=WIDTH if self.adapter._in_flight.last else 0)
             read = [(r.request_id, r.token_ids.tolist()) for r in self.drafter.requests]
             kept = [i for i in sampled if self.fillers.get(i, WIDTH) < WIDTH]
             seen.append((read, {i: self.taken[i] for i in kept}, dict(self.fillers)))
@@ -822,7 +822,7 @@ class Recycled(Ahead):
             self.sampled = {
                 name: [] for name, answer in self.answers.items() if len(answer) > WIDTH
             }
-            self.run_step(self.sampled, scheduled=WIDTH if self.adapter._last else 0)
+            self.run_step(self.sampled, scheduled=WIDTH if self.adapter._in_flight.last else 0)
             seen.append((dict(self.sampled), {name: self.taken[name] for name in self.sampled}))
         return seen
 

@@ -17,7 +17,7 @@ import torch
 
 from vllm_trie.attention import likeliest
 from vllm_trie.drafts import DraftRequest, PreparedDrafts
-from vllm_trie.drafts.budget import DraftForecast, NodeBudget
+from vllm_trie.drafts.budget import DraftForecast, NodeBudget, planned_lengths
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.engine.step_clock import StepClock
@@ -284,6 +284,17 @@ class TreeVerifier:
     def count_wait(self, cause: WaitCause) -> None:
         """Count a wait for the device."""
         self._stats.waits[cause] = self._stats.waits.get(cause, 0) + 1
+
+    def planned_lengths(self, places: Mapping[str, int]) -> dict[str, int]:
+        """Return how many of its places each draft takes in a step that is launched ahead of them,
+        by request id: as many as the last drafts are worth, one at least."""
+        if self.budget is None or self.forecast is None:
+            return dict(places)
+        forecasts = [self.forecast(request_id)[:size] for request_id, size in places.items()]
+        lengths = planned_lengths(forecasts, self.budget.cost)
+        if not any(lengths):  # one place each, as waiting for drafts costs more
+            lengths = [min(1, len(rates)) for rates in forecasts]
+        return dict(zip(places, lengths, strict=True))
 
     def prepare(self, requests: Mapping[int, DraftRequest], num_new: int) -> PreparedDrafts | None:
         """Prepare drafts after a step whose tokens are not there yet, see

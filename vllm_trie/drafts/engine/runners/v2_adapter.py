@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -43,18 +42,18 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.drafts.budget import DraftForecast, planned_lengths
+from vllm_trie.drafts.budget import DraftForecast
 from vllm_trie.drafts.engine.runners import v2_lengths
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, DraftPlaces, packed
-from vllm_trie.drafts.engine.runners.v2_launched import Arrays, LaunchedStep
+from vllm_trie.drafts.engine.runners.v2_launched import Arrays, LaunchedStep, StepsInFlight
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import compact_on_device
 from vllm_trie.drafts.engine.verification.kernels import likeliest_on_device
 from vllm_trie.drafts.engine.verifier import EarlyDrafts, TreeVerifier
-from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats, WaitCause
+from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -65,9 +64,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
-
-_MOST_AHEAD = 2
-"""Steps that asynchronous scheduling launches before it reads an output."""
 
 
 class V2Adapter(Adapter):
@@ -102,11 +98,9 @@ class V2Adapter(Adapter):
         self._unread: set[str] = set()  # requests whose prompt the drafter has not seen
         self._graph_lengths: Collection[int] = ()
         self._state: Literal["warm-up", "drafting", "off"] = "warm-up"
-        self._last: LaunchedStep | None = None  # drafted after, or nobody waits for it
-        self._unwaited: deque[LaunchedStep] = deque()  # steps before it, oldest first
+        self._in_flight = StepsInFlight(trees, self._take_in)
         self._fillers: Mapping[str, int] = {}  # places of the step without a drafted token
-        self._num_ahead = 0  # launches since the last wait
-        self._launched_at = self._delivered_at = 0.0  # the last step, and the last drafts
+        self._delivered_at = 0.0  # the last drafts
         self._stats: TreeStats | None = None  # not sent yet
         if trees.budget is not None:
             trees.budget.drafting_waits = True
@@ -126,7 +120,7 @@ class V2Adapter(Adapter):
         lengths = self._plan(scheduled)
         if lengths is None:
             self.draft()
-            self._leave_last(scheduled)
+            self._in_flight.leave_last(scheduled)
         cut = self._cut(scheduled, lengths)
         started = time.perf_counter()
         yield "requests", cut.output
@@ -175,7 +169,7 @@ class V2Adapter(Adapter):
         if not trees.guard.drafter.needs_hidden_states:
             hidden_states = None
         results = tokens, counts, arrived, likeliest, argmax, hidden_states
-        self._last = LaunchedStep(step, batch, texts, *results, max_nodes)
+        self._in_flight.last = LaunchedStep(step, batch, texts, *results, max_nodes)
         yield "end", None
 
     # -- start-up ----------------------------------------------------------------------------------
@@ -238,8 +232,7 @@ class V2Adapter(Adapter):
         super().switch_off(why)
         self._state = "off"
         self._graph_lengths = ()
-        self._last = None
-        self._unwaited.clear()
+        self._in_flight.clear()
         self._requests.clear()
         self._stats = TreeStats(draft_failures=self.trees.guard.take_new_failures())
 
@@ -292,15 +285,14 @@ class V2Adapter(Adapter):
     def draft(self) -> bool:
         """Wait for the step that was launched last and draft after it, unless nobody waits for it;
         return whether it has waited."""
-        last, cause = self._last, self._wait_cause()
+        last = self._in_flight.last
         if last is None:
             return False
-        if cause is None:
+        if self._in_flight.wait_cause is None:
             for text in last.texts:
                 text.drafted = []
             return False
-        self._wait_for(last, cause)
-        self._draft_after(last)
+        self._draft_after(self._in_flight.wait())
         self.trees.leave(time.perf_counter())
         self._keep_stats()
         return True
@@ -357,18 +349,12 @@ class V2Adapter(Adapter):
         places = output.scheduled_spec_decode_tokens
         if (
             not self.launches_ahead
-            or self._wait_cause() is None
+            or self._in_flight.wait_cause is None
             or output.has_structured_output_requests
             or output.total_num_scheduled_tokens != sum(1 + len(some) for some in places.values())
         ):
             return None
-        lengths = {name: len(some) for name, some in places.items()}
-        if (budget := self.trees.budget) is not None and (forecast := self.trees.forecast):
-            forecasts = [forecast(name)[:length] for name, length in lengths.items()]
-            planned = planned_lengths(forecasts, budget.cost)
-            if not any(planned):  # one place each, as waiting for drafts costs more
-                planned = [min(1, len(rates)) for rates in forecasts]
-            lengths = dict(zip(lengths, planned, strict=True))
+        lengths = self.trees.planned_lengths({name: len(some) for name, some in places.items()})
         return lengths if any(lengths.values()) else None
 
     def _cut(
@@ -405,18 +391,17 @@ class V2Adapter(Adapter):
 
         Everything that can be is done before the tokens are there, or behind the drafts.
         """
-        last, cause = self._last, self._wait_cause()
+        last = self._in_flight.last
         assert last is not None, "a step is launched ahead behind another"
-        assert cause is not None, "which the host waits for"
         early = prepared = None
-        if not self._unwaited:
+        if self._in_flight.only_last:
             before = self._draft_requests(last, [*map(self._is_running, last.texts)])
             for index, request in before.items():
                 last.show_rows(request, index)
             prepared = self.trees.prepare(before, last.tokens.shape[1])
         if prepared is not None:
             places = DraftPlaces(prepared.request_ids, verified, self.num_draft_tokens)
-        self._wait_for(last, cause)
+        self._in_flight.wait()
         if prepared is not None:
             start = time.perf_counter()
             arrived = (np.ascontiguousarray(a, dtype=np.int64) for a in (last.tokens, last.counts))
@@ -514,37 +499,6 @@ class V2Adapter(Adapter):
             requests = [self._draft_request(text, max_nodes) for text in unread]
             self.trees.guard.read_prompts([request for request in requests if request is not None])
 
-    def _wait_cause(self) -> WaitCause | None:
-        """Return why the host waits for the tokens of the step that was launched last; None if it
-        does not."""
-        last = self._last
-        if last is None:
-            return None
-        if last.step.is_pausing or not last.max_nodes:
-            return None
-        return "pause_end" if self._num_ahead else "drafting"
-
-    def _leave_last(self, following: SchedulerOutput) -> None:
-        """Go on to the next launch, if nobody has waited for the step that was launched last; take
-        in what has arrived."""
-        now = time.perf_counter()
-        seconds, self._launched_at = now - self._launched_at, now
-        if self._last is not None:
-            self._observe_unwaited(self._last.step, following, seconds)
-            self._unwaited.append(self._last)
-            self._last = None
-        while self._unwaited and self._unwaited[0].has_arrived:
-            self._take_in(self._unwaited.popleft())
-
-    def _observe_unwaited(self, step: TreeStep, following: SchedulerOutput, seconds: float) -> None:
-        """Let the budget observe the time between the launches of a step and of its successor."""
-        self._num_ahead += 1
-        # One launch follows another as fast as steps end, once the engine is as far ahead as it
-        # gets. After a while without work it goes on with other requests.
-        continues = not following.num_scheduled_tokens.keys().isdisjoint(step.request_ids)
-        if self.trees.budget is not None and self._num_ahead > _MOST_AHEAD and continues:
-            self.trees.budget.observe_unwaited(step.num_decode_tokens, seconds)
-
     def _take_in(self, launched: LaunchedStep) -> list[Sequence[int]]:
         """Take in the tokens of a step, which have arrived; return those of each request before its
         end."""
@@ -558,16 +512,6 @@ class V2Adapter(Adapter):
         self.trees.accept(step, step.paths_of(new_tokens))
         self.trees.end_step(step, new_tokens)
         return new_tokens
-
-    def _wait_for(self, launched: LaunchedStep, cause: WaitCause) -> None:
-        """Wait for a step's tokens, the one wait for the device; take in the steps before it."""
-        launched.arrived.synchronize()
-        if not self._num_ahead:  # of a step that began behind others, the duration is unknown
-            launched.step.ended = time.perf_counter()
-        self.trees.count_wait(cause)
-        while self._unwaited:
-            self._take_in(self._unwaited.popleft())
-        self._num_ahead, self._last = 0, None
 
     def _keep_stats(self) -> None:
         stats = self.trees.take_stats()
