@@ -372,11 +372,11 @@ class Simulation:
         self, name: str, prompt: list[int], width: int, n: int, priority: int = 0, **options: Any
     ) -> str:
         """Add a beam request."""
-        max_tokens = options.pop("max_tokens", 8)
         params = SamplingParams(
             n=n,
             temperature=0.0,
-            max_tokens=max_tokens,
+            max_tokens=options.pop("max_tokens", 8),
+            min_tokens=options.pop("min_tokens", 0),
             extra_args={"beam_width": width, **options},
         )
         self._clock += 1

@@ -207,6 +207,41 @@ def test_group_that_can_never_fit_is_refused(vllm_config, caplog):
     simulation.check_clean()
 
 
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
+def test_search_that_outgrows_the_pool_fails_alone(vllm_config, caplog, asynchronous, width):
+    """As with a sliding window, for which vLLM sizes the pool: a search keeps all its blocks."""
+    simulation = Simulation(vllm_config, num_blocks=21, asynchronous=asynchronous)
+    scheduler, groups = simulation.scheduler, simulation.scheduler.beam_groups
+    scheduler.max_model_len = 1000
+    groups.limits = groups.limits._replace(max_model_len=1000)
+    simulation.add_beam("long", [1] * 20, width, 1, max_tokens=200, min_tokens=100)
+    with caplog.at_level("ERROR", logger="vllm_trie"):
+        simulation.run()
+    assert simulation.finished["long"].reason == "error"
+    assert "lower max_tokens" in caplog.text
+    simulation.add_greedy("g", [1, 2, 3])
+    simulation.run()
+    assert simulation.finished["g"].token_ids == expected_greedy([1, 2, 3])
+    simulation.check_clean()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_image_that_does_not_fit_its_id_fails_its_search_only(vllm_config, asynchronous):
+    """vLLM finishes the request whose image id it knows with another number of embeddings: that
+    is the proxy."""
+    simulation = Simulation(vllm_config, num_blocks=100, asynchronous=asynchronous)
+    simulation.add_beam("broken", [1, 2, 3], 4, 2)
+    simulation.add_beam("sound", [3, 2, 1], 4, 2)
+    scheduler = simulation.scheduler
+    proxy = scheduler.beam_groups.by_id["broken"].beams.proxy
+    scheduler.encoder_cache_mismatch_reqs.add(proxy.request_id)
+    simulation.run()
+    assert simulation.finished["broken"].reason == "error"
+    check_beam(simulation, "sound", expected_beam([3, 2, 1], 4))
+    simulation.check_clean()
+
+
 def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch):
     simulation = Simulation(vllm_config, num_blocks=100)
     simulation.add_beam("broken", [1, 2, 3], 4, 2)

@@ -112,8 +112,9 @@ class TrieBeamScheduler(Scheduler):
             request_ids = self.requests
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
-        # Proxies are not for clients to finish: they go with their group.
-        ids = [name for name in request_ids if not isinstance(self.requests.get(name), BeamProxy)]
+        # A proxy goes with its group: vLLM finishes one whose inputs it cannot compute.
+        requests = {name: self.requests.get(name) for name in request_ids}
+        ids = {r.search_id if isinstance(r, BeamProxy) else name for name, r in requests.items()}
         finished = super().finish_requests(ids, finished_status)
         self.beam_groups.drop_finished()
         return finished

@@ -370,25 +370,32 @@ class GroupBeams:
         generated = self._search.generated
         self.rows = np.arange(len(generated))
         if self._anchors is not None or len(generated) > self._most_beams:
-            self.divide()
+            self._divide()
         elif parents is not None:
             self._go_on(Level(parents, generated, self.rows, generated.shape[1], True))
         else:
             self._replay(generated)
 
-    def must_divide(self, manager: KVCacheManager) -> bool:
-        """Return whether the next level has too few blocks though nobody else holds any."""
+    def divide_if_needed(self, manager: KVCacheManager) -> None:
+        """Divide the step if the next level has too few blocks though nobody else holds any.
+
+        Raises:
+            ValueError: One hypothesis alone has too few.
+        """
         level, pool = self.level, manager.block_pool
         num_free = pool.get_num_free_blocks()
         if level is None or num_free >= len(level.parents) * len(self._tables):
-            return False
+            return
+        if not self.num_to_schedule() or self.proxy.num_in_flight_tokens:
+            return
         if num_free + sum(table.num_held for table in self._tables) < self._most_blocks:
-            return False
+            return
         num_computed = self.proxy.num_computed_tokens
         plans = [table.plan(level.parents, num_computed) for table in self._tables]
-        return num_free < sum(map(BeamTables.num_needed, plans))
+        if num_free < sum(map(BeamTables.num_needed, plans)):
+            self._divide()
 
-    def divide(self) -> None:
+    def _divide(self) -> None:
         """Begin the present step of the search anew, in the passes for which there is room."""
         generated = self._search.generated
         self._give_up_pass()

@@ -176,9 +176,11 @@ class BeamGroups:
         for group in [*self.by_id.values()]:
             # The worker drafted behind a prompt; the group goes on with the search's tokens.
             group.beams.proxy.spec_token_ids = []
-            with self._failing_alone(group):  # its grammar may not compile
+            # Its grammar may not compile, a hypothesis may outgrow the KV cache.
+            with self._failing_alone(group):
                 if group.rules is not None:
                     group.rules.prepare(group.beam_width)
+                group.beams.divide_if_needed(self._scheduler.kv_cache_manager)
         self._unpark()
         self.admission.begin_step(self.by_id)
         proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)

@@ -60,9 +60,12 @@ def cheapest_passes(generated: np.ndarray, num_computed: int, room: Room) -> Pas
     Args:
         generated: int64 [hypotheses, tokens], at least one of each.
         num_computed: Tokens behind the prompt whose KV all hypotheses have.
-        room: Enough for one hypothesis.
+        room: Of the search.
+
+    Raises:
+        ValueError: It is too little for one hypothesis.
     """
-    num_rows, length = generated.shape
+    length = generated.shape[1]
     common = _common_tokens(generated).tolist()
     best: Passes | None = None
     fewest = 0
@@ -73,7 +76,12 @@ def cheapest_passes(generated: np.ndarray, num_computed: int, room: Room) -> Pas
         steps = max(0, depth - num_computed) + len(rows) * (length - depth)
         if best is None or steps < fewest:
             best, fewest = Passes(depth, rows), steps
-    assert best is not None, f"{room} is too little for {num_rows} hypotheses of {length} tokens"
+    if best is None:
+        raise ValueError(
+            f"a hypothesis of {length} tokens behind a prompt of {room.prompt_len} does not fit "
+            f"into the {room.num_blocks} KV blocks that a search may have; lower max_tokens or "
+            "give the engine more KV cache memory"
+        )
     return best
 
 

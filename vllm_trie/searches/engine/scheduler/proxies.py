@@ -63,12 +63,9 @@ def reserve_tokens(scheduler: Scheduler, budget: int) -> None:
     """Reserve the tokens of the beams that can run, of `budget`: vLLM counts one for each group."""
     manager = scheduler.kv_cache_manager
     for proxy in scheduler.running:
-        if not isinstance(proxy, BeamProxy) or not proxy.beams.num_to_schedule():
+        if not isinstance(proxy, BeamProxy) or not (count := proxy.beams.num_to_schedule()):
             continue
         beams = proxy.beams
-        if not proxy.num_in_flight_tokens and beams.must_divide(manager):
-            beams.divide()
-        count = beams.num_to_schedule()
         if count <= budget and not beams.lacks_blocks_ahead(manager):
             budget -= count - 1
         else:
