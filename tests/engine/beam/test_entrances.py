@@ -3,6 +3,7 @@
 import math
 import time
 
+import numpy as np
 import pytest
 
 from tests.engine.beam.cases import check_case, prompt, request_of
@@ -201,6 +202,7 @@ def test_prompt_at_the_length_limit(engine):
         ({"logit_bias": {3: math.inf}}, "logit_bias={3: inf}.*use finite numbers"),
         ({"min_p": 0.1, "temperature": 1.0}, "min_p=0.1"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprob_token_ids": np.ones((2, 1), int)}, "prompt_logprob_token_ids=array"),
         ({"do_sample": True}, "temperature"),
     ],
 )

@@ -8,13 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMClientError
 
 from vllm_trie.hooks.frontend.request_options import with_packed_options
+from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY
 from vllm_trie.searches import BeamOptions, parse_options
 from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
-from vllm_trie.searches.engine.frontend.requests import check_api_request
+from vllm_trie.searches.engine.frontend import requests
+from vllm_trie.searches.engine.frontend.hypotheses import ServerCall, served
+from vllm_trie.searches.engine.frontend.requests import check_api_request, prepare_request
 
 ENGINE: Any = SimpleNamespace(kv_transfer_config=None)
 
@@ -178,3 +182,36 @@ def test_large_values_that_nobody_reads_are_refused(kind):
 )
 def test_other_extra_arguments_pass(extra_args):
     check(extra_args)
+
+
+GENERATION_CONFIG = {"repetition_penalty": 1.1, "min_p": 0.1, "frequency_penalty": -0.5}
+
+
+def served_params(monkeypatch: pytest.MonkeyPatch, extra_args: Any, **fields: Any) -> Any:
+    """What the engine gets of a chat, on a server with sampling parameters of its own."""
+    monkeypatch.setattr(requests, "reason_off", lambda config: None)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(logits_processors=None),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        kv_transfer_config=None,
+        additional_config={CONFIG_KEY: {"items": {"shop": "PATH"}}},
+    )
+    chat = ChatCompletionRequest(messages=[], model="m", vllm_xargs=extra_args, **fields)
+    before = served.set(ServerCall(chat, []))
+    try:
+        return prepare_request(config, chat.to_sampling_params(8, GENERATION_CONFIG))
+    finally:
+        served.reset(before)
+
+
+def test_defaults_of_the_server_act_where_a_search_can_have_them(monkeypatch):
+    params = served_params(monkeypatch, {"beam_width": 2})
+    assert params.repetition_penalty == 1.1
+    assert (params.min_p, params.frequency_penalty) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", GENERATION_CONFIG)
+def test_what_a_client_sends_itself_is_refused(monkeypatch, name):
+    refused = {"repetition_penalty": 0.5}.get(name, GENERATION_CONFIG[name])
+    with pytest.raises(VLLMClientError, match=f"{name}={refused} is not supported with beam_width"):
+        served_params(monkeypatch, {"beam_width": 2}, **{name: refused})

@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMClientError
 from tests.extras.items.unit.catalogues import write
 from tests.unit.hooks.test_hypotheses import LENGTHS, answer, as_a_search, tokenizer
 from tests.unit.hooks.test_hypotheses import patched as patched
-from tests.unit.hooks.test_request_options import check
+from tests.unit.hooks.test_request_options import check, served_params
 from vllm_trie.extras.items import start
 from vllm_trie.extras.items.options import ItemOptions
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
@@ -79,6 +79,14 @@ def test_catalogues_that_cannot_be_served(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "reason_off", lambda config: "it is switched off")
     with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
         start.check_catalogues(serving({"shop": str(path)}))
+
+
+def test_defaults_of_the_server_do_not_act_on_items(monkeypatch):
+    search = {"beam_width": 2, "items": "shop"}
+    params = served_params(monkeypatch, search)
+    assert (params.repetition_penalty, params.frequency_penalty, params.min_p) == (1.0, 0.0, 0.0)
+    with pytest.raises(VLLMClientError, match="repetition_penalty=1.1 is not supported with items"):
+        served_params(monkeypatch, search, repetition_penalty=1.1)
 
 
 @pytest.mark.usefixtures("patched")

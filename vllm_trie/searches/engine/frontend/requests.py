@@ -39,6 +39,7 @@ from vllm_trie.searches.engine.frontend.extra_args import (
     refuse_misplaced,
     refuse_misspelled,
 )
+from vllm_trie.searches.engine.frontend.hypotheses import served
 from vllm_trie.searches.engine.search_wire import BeamSpec, beam_spec
 from vllm_trie.searches.settings import MAX_RULES
 
@@ -59,10 +60,6 @@ class _Rule(NamedTuple):
     advice: str = "leave it out"
 
 
-def _one_of(*values: object) -> _Allows:
-    return lambda value: value in values
-
-
 def _at_least(least: float) -> _Allows:
     return lambda value: value is None or value >= least
 
@@ -80,9 +77,9 @@ _RULES = (
     _Rule("repetition_penalty", _at_least(1.0), "use a value of at least 1"),
     _Rule("presence_penalty frequency_penalty logprobs", _at_least(0.0),
         "use a value of at least 0"),
-    _Rule("min_p", _one_of(None, 0.0)),
-    _Rule("prompt_logprobs logprob_token_ids repetition_detection thinking_token_budget",
-        _one_of(None)),
+    _Rule("min_p", lambda value: not value),
+    _Rule("prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids "
+        "repetition_detection thinking_token_budget", lambda value: value is None),
     _Rule("bad_words stop stop_token_ids logit_bias", _is_short,
         f"use at most {MAX_RULES} entries"),
     _Rule("logit_bias", _is_finite,
@@ -97,6 +94,28 @@ def _broken_rules(params: SamplingParams) -> Iterator[tuple[str, str]]:
         for name in rule.names.split():
             if not rule.allows(getattr(params, name)):
                 yield name, rule.advice
+
+
+_NEUTRAL = {
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
+}  # fmt: skip
+"""Parameters that a model's ``generation_config.json`` gives to requests over HTTP."""
+
+
+def _without_defaults(params: SamplingParams, spec: BeamSpec) -> SamplingParams:
+    """Return parameters without those that a search cannot have and that the server has added.
+
+    As in ``generate`` of Hugging Face, defaults that a search can have act on it. Constraints take
+    none of them.
+    """
+    if (call := served.get()) is None:
+        return params
+    names = dict(_broken_rules(params)) if spec.constraint is None else _NEUTRAL
+    params = params.clone()
+    for name in _NEUTRAL.keys() & names:
+        if getattr(call.request, name, None) is None:
+            setattr(params, name, _NEUTRAL[name])
+    return params
 
 
 # -- beam requests ---------------------------------------------------------------------------------
@@ -150,6 +169,7 @@ def _prepare_search(
             "LLM.beam_search and use_beam_search"
         )
     spec, others = _parsed(params)
+    params = _without_defaults(params, spec)
     if spec.constraint is not None:
         spec.constraint.check(vllm_config, params, spec.options)
     prepared = _prepared(params, spec, others)
