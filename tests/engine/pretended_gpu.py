@@ -121,6 +121,7 @@ from vllm_trie.lab.tiny_model import model_path
 cudagraph_utils.get_pp_group = MagicMock()
 PretendedCuda.get_global_graph_pool = classmethod(lambda cls: (0, 0))
 TREES, CHAINS = {"verification": "tree"}, {"verification": "chain"}
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -139,6 +140,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "another dtype": {"kv_cache_dtype": "float16", "speculation": TREES},
     "chains": {"speculation": CHAINS},
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
+    "chains, asynchronous": {"speculation": CHAINS, "async_scheduling": True},
+    "sharded sampling": {"enable_batch_sharded_sampling": True, **RANKS},
     "attention in chunks": {"hf_overrides": {"attention_chunk_size": 128}},
     "pipeline stages": STAGES,
     "trees in stages": {**STAGES, "speculation": TREES},

@@ -163,6 +163,7 @@ def test_configurations_on_a_gpu(pretended):
     assert "'float16' is not the model's dtype" in settings["another dtype"]["refused"]
     assert "verification='chain' runs here" in settings["trees in stages"]["refused"]
     assert "needs asynchronous scheduling" in settings["synchronous stages"]["refused"]
+    assert "no rank has all logits of a step" in settings["sharded sampling"]["refused"]
 
 
 @needs_triton
@@ -170,6 +171,7 @@ def test_configurations_on_a_gpu(pretended):
     ("name", "asynchronous", "ahead"),
     [
         ("chains", True, True),
+        ("chains, asynchronous", True, True),  # asked for
         ("chains, synchronous", False, False),
         ("default", True, True),
         ("pipeline stages", True, False),

@@ -25,7 +25,6 @@ from vllm_trie.drafts.engine.start.translate import (
 )
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.hooks.start.refusal import refusing_start
-from vllm_trie.hooks.start.runner_choice import on_v2
 from vllm_trie.searches.engine import beam_support
 
 THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom_class")
@@ -271,10 +270,10 @@ def test_methods_of_v2(methods, monkeypatch):
     from vllm.config import speculative as vllms
 
     monkeypatch.setattr(vllms, "SpeculativeMethod", Literal[methods])
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     engine_args = arguments(TRIE)
-    with on_v2():
-        assert settings_of(engine_args).method == "ngram_trie"
-        assert requested_method(engine_args) == "ngram_trie"
+    assert settings_of(engine_args).method == "ngram_trie"
+    assert requested_method(engine_args) == "ngram_trie"
     assert engine_args.speculative_config["method"] == methods[-1]
     assert engine_args.speculative_config["model"] == SPECULATOR_CLASS
 

@@ -93,8 +93,6 @@ _method("config.speculative:logger", "changed",
     "drops the warning that custom_class is experimental, once a method of the plugin uses it")
 _method("engine.arg_utils:EngineArgs.async_scheduling", "set",
     "off where it was left open and Model Runner V1 serves, instead of off with a warning")
-_method("config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", "called",
-    "whether Model Runner V2 would serve an engine", "")
 _method("utils.torch_utils:async_tensor_h2d", "called",
     "copies drafts to the device", "data device")
 _method("v1.spec_decode.custom_class_proposer:create_custom_proposer", "relied on",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.hooks.start.additional_config import BEAM_SEARCH, CONFIG_KEY, spelled, switch
-from vllm_trie.hooks.start.runner_choice import belongs_on_v2
 from vllm_trie.refusal import turned_off
 
 if TYPE_CHECKING:
@@ -107,10 +106,6 @@ def _other_cache_dtype(config: VllmConfig) -> str | None:
     return None if dtype in allowed else dtype
 
 
-def _is_on_v2(config: VllmConfig) -> bool:
-    return config.use_v2_model_runner or belongs_on_v2(config)
-
-
 def _has_state(config: VllmConfig) -> bool:
     model = config.model_config
     return bool(model.is_hybrid or model.is_attention_free or model.has_inner_state)
@@ -129,7 +124,6 @@ def _changes_v2_sampling(config: VllmConfig) -> str | None:
     settings = {
         "return_sampling_mask": config.model_config,
         "enable_trace_replay": config.model_config,
-        "enable_batch_sharded_sampling": config.parallel_config,
         "watermark_config": config,
     }
     return next((name for name, part in settings.items() if getattr(part, name, None)), None)
@@ -162,7 +156,7 @@ LIMITS: tuple[Limit, ...] = (
     # Platform
     *PLATFORM_LIMITS,
     Limit(ALL, "NVIDIA GPUs with Model Runner V1",
-        lambda c: is_cuda() and not _is_on_v2(c),
+        lambda c: is_cuda() and not c.use_v2_model_runner,
         "Model Runner V1 is not supported on NVIDIA GPUs; leave VLLM_USE_V2_MODEL_RUNNER=0 out, "
         "or the setting for which vLLM takes V1, as its log says"),
     # Model
@@ -198,7 +192,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES + BEAMS, "pipeline parallelism", _stages,
         "pipeline_parallel_size={found} is not supported; set it to 1 (tensor parallelism works)"),
     Limit(CHAINS, "pipeline parallelism on Model Runner V1",
-        lambda c: not _is_on_v2(c) and _stages(c),
+        lambda c: not c.use_v2_model_runner and _stages(c),
         "pipeline_parallel_size={found} is not supported on Model Runner V1, where vLLM's own "
         "n-grams do not start either; set VLLM_USE_V2_MODEL_RUNNER=1 where it runs, or set "
         "pipeline_parallel_size to 1"),
@@ -214,9 +208,9 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES + BEAMS, "dual batch overlap",
         lambda c: c.parallel_config.use_ubatching,
         "dual batch overlap is not supported; switch it off"),
-    Limit(BEAMS, "`enable_batch_sharded_sampling`",
+    Limit(ALL, "`enable_batch_sharded_sampling`",
         lambda c: c.parallel_config.enable_batch_sharded_sampling,
-        "enable_batch_sharded_sampling is not supported: no rank has all logits of a search; leave "
+        "enable_batch_sharded_sampling is not supported: no rank has all logits of a step; leave "
         "the setting out"),
     Limit(TREES + BEAMS, "KV connectors (`kv_transfer_config`)",
         lambda c: c.kv_transfer_config is not None,
@@ -236,7 +230,7 @@ LIMITS: tuple[Limit, ...] = (
         _other_cache_dtype,
         "kv_cache_dtype={found!r} is not supported; use 'auto', or 'fp8' on a GPU"),
     Limit(TREES, "on Model Runner V2: `return_sampling_mask`, `enable_trace_replay`, "
-        "`enable_batch_sharded_sampling`, `watermark_config`",
+        "`watermark_config`",
         _changes_v2_sampling,
         "{found} is not supported with trees on Model Runner V2; leave it out"),
     # GPU settings

@@ -7,9 +7,6 @@ an engine without speculation: on V2 on GPUs, and elsewhere where the user asks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_trie.hooks.ledger.patch import Scope
@@ -25,45 +22,22 @@ METHODS = (V1_METHOD, V2_METHOD, PATCHED_V2_METHOD)
 """Methods of vLLM in whose place a method of the plugin goes. The last is of patch 0009 in
 `patches/`, by which vLLM makes the speculator that is named."""
 
-_on_v2: ContextVar[bool] = ContextVar("on_v2", default=False)
-
-
-@contextmanager
-def on_v2() -> Iterator[None]:
-    """Configure engines for Model Runner V2 within a ``with`` block."""
-    token = _on_v2.set(True)
-    try:
-        yield
-    finally:
-        _on_v2.reset(token)
-
 
 def stands_for() -> str:
-    """Return the method of vLLM that a method of the plugin is rewritten to."""
+    """Return the method of vLLM that a method of the plugin is rewritten to: one for which vLLM
+    takes V2 where the user asks for that, or on a GPU leaves the choice to vLLM."""
     import vllm.envs as envs
     from vllm.config import speculative
-
-    if not (envs.VLLM_USE_V2_MODEL_RUNNER or _on_v2.get()):
-        return V1_METHOD
-    is_patched = PATCHED_V2_METHOD in get_args(getattr(speculative, "SpeculativeMethod", None))
-    return PATCHED_V2_METHOD if is_patched else V2_METHOD
-
-
-def belongs_on_v2(vllm_config: VllmConfig) -> bool:
-    """Return whether V2 would serve drafts, in a complete configuration that V1 serves so far."""
-    import vllm.envs as envs
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method != V1_METHOD:  # that of a trained drafter
-        return False
-    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
-        return False
-    if current_platform.is_cpu() or not current_platform.is_cuda() or not HAS_TRITON:
-        return False
-    reasons = vllm_config._get_v2_model_runner_unsupported_features()
-    return not vllm_config.use_v2_model_runner and len(reasons) == 1  # the method alone
+    takes_v2 = envs.VLLM_USE_V2_MODEL_RUNNER
+    if takes_v2 is None:
+        takes_v2 = not current_platform.is_cpu() and current_platform.is_cuda() and HAS_TRITON
+    if not takes_v2:
+        return V1_METHOD
+    is_patched = PATCHED_V2_METHOD in get_args(getattr(speculative, "SpeculativeMethod", None))
+    return PATCHED_V2_METHOD if is_patched else V2_METHOD
 
 
 def takes_any_length(engine_args: EngineArgs) -> bool:

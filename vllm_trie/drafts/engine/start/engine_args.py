@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -142,14 +141,8 @@ def create_engine_config(
     original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
 ) -> VllmConfig:
     """Verify each configuration that vLLM has completed."""
-    given = copy.copy(vars(self))
     configure(self)
     vllm_config = original(self, *args, **kwargs)
-    if config.read(vllm_config) is not None and runner_choice.belongs_on_v2(vllm_config):
-        vars(self).update(given)
-        with runner_choice.on_v2():
-            configure(self)
-            vllm_config = original(self, *args, **kwargs)
     verify(vllm_config)
     if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
         _count_drafts(vllm_config)
