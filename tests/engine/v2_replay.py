@@ -43,8 +43,8 @@ def tell_owners(llm: LLM, prompts: list[list[int]]) -> None:
     def prepare_inputs(*arguments: Any) -> Any:
         nonlocal owners
         batch = stock(*arguments)
-        texts = [runner.adapter._requests[name].data.prompt_token_ids for name in batch.req_ids]
-        numbers = [prompts.index(text) for text in texts]
+        texts = [runner.adapter._requests[name] for name in batch.req_ids]
+        numbers = [prompts.index(t.view[: t.num_prompt_tokens].tolist()) for t in texts]
         owners = torch.from_numpy(np.repeat(numbers, batch.num_scheduled_tokens))
         return batch
 

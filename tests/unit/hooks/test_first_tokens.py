@@ -23,16 +23,14 @@ def steps(monkeypatch):
         num_waiting: int,
         places: int = 8,
         kind: RequestOutputKind = RequestOutputKind.DELTA,
-        **settings: bool,
+        is_on_v2: bool = False,
     ) -> list[int]:
-        flags = {"async_scheduling": False, "use_v2_model_runner": False} | settings
         waiting = SimpleNamespace(sampling_params=SamplingParams(output_kind=kind))
         scheduler: Any = SimpleNamespace(
             running=[SimpleNamespace(spec_token_ids=[]) for _ in range(2)],
             waiting=FCFSRequestQueue([waiting] * num_waiting),
             max_num_running_reqs=places,
-            scheduler_config=SimpleNamespace(async_scheduling=flags["async_scheduling"]),
-            use_v2_model_runner=flags["use_v2_model_runner"],
+            use_v2_model_runner=is_on_v2,
             vllm_config=None,
         )
         first_tokens, draft_counts = FirstTokens(scheduler), []
@@ -64,6 +62,5 @@ def test_drafts_stay_in_most_steps_under_load(steps):
     assert draft_counts.count(0) == pytest.approx(MOST_GIVING + 800 * GIVING_SHARE, abs=1)
 
 
-@pytest.mark.parametrize("setting", ["async_scheduling", "use_v2_model_runner"])
-def test_drafts_stay_where_the_worker_has_them_already(steps, setting):
-    assert steps(1, num_waiting=1, **{setting: True}) == [6]
+def test_drafts_stay_where_the_worker_has_them_already(steps):
+    assert steps(1, num_waiting=1, is_on_v2=True) == [6]

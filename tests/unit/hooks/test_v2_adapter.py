@@ -277,7 +277,7 @@ def test_the_logits_of_steps_without_drafts_are_read(steps, monkeypatch):
     ("params", "sampled", "counted"),
     [
         ({}, [12, EOS, 13], 2),
-        ({"min_tokens": 4}, [12, EOS, 13], 3),
+        ({"min_tokens": 4}, [12, EOS, 13], 2),  # vLLM masks EOS before, and does not look then
         ({"ignore_eos": True}, [12, EOS, 13], 3),
         ({"ignore_eos": True}, [12, 13, EOS], 3),
         ({"ignore_eos": True, "stop_token_ids": [12]}, [12, 13, EOS], 1),
@@ -297,12 +297,13 @@ def test_a_text_ends_where_the_scheduler_ends_it(steps, params, sampled, counted
         assert not steps.drafter.requests
     stats = steps.statistics()
     assert stats.tokens == 1 + counted
-    data = steps.adapter._requests["a"].data
+    text = steps.adapter._requests["a"]
     steps.adapter.release(["a"])
     assert steps.drafter.ended == {"a": [11, *sampled[:counted]]}
     if "max_tokens" not in params:  # no draft is longer
         # Model Runner V1 keeps what the step has computed behind the end.
-        whole = ended_request("a", data, np.array([7, 8, 11, *sampled], dtype=np.int32), 2)
+        token_ids = np.array([7, 8, 11, *sampled], dtype=np.int32)
+        whole = ended_request(text.constant, text.params, token_ids, may_draft=True)
         assert whole.token_ids.tolist() == [7, 8, 11, *sampled[:counted]]
 
 
@@ -324,7 +325,27 @@ def test_nobody_waits_for_requests_without_drafts_and_nothing_learns_from_them(s
     assert [request.request_id for request in steps.drafter.requests] == ["a"]
     assert Event.waits == 1
     steps.adapter.release(WITHOUT_DRAFTS)
-    assert not steps.drafter.ended
+    assert not any(steps.drafter.ended.values())
+
+
+@pytest.mark.parametrize("params", WITHOUT_DRAFTS.values(), ids=WITHOUT_DRAFTS)
+def test_a_session_whose_last_turn_has_no_drafts_is_forgotten(steps, params):
+    steps.add("a", [7, 8])
+    steps.step({"a": [11]})
+    steps.add("a", [7, 8, 11, 9], **params)
+    steps.step({"a": [12]})
+    steps.adapter.release(["a"])
+    assert steps.drafter.ended == {"a": []}
+
+
+def test_the_scheduler_sees_drafted_tokens_and_no_fillers(steps):
+    """A grammar would follow other tokens than -1, one mask each."""
+    steps.add("a", [7, 8])
+    steps.add("b", [7, 8], max_tokens=1)
+    steps.step({"a": [12], "b": [11]})
+    rows = [[0] * WIDTH, [0] * WIDTH, [0]]
+    steps.adapter.fill_in(SimpleNamespace(req_ids=["a", "b", "a"], draft_token_ids=rows))
+    assert rows == [[13, 14, 15, -1], [-1] * WIDTH, [13]]
 
 
 def test_drafts_end_before_the_length_limit(steps):
@@ -729,7 +750,12 @@ class Preparing(NextNumbers):
                 for chain, tree in zip(chains, trees, strict=True):
                     chain[: tree.num_nodes] = tree.token_ids
                 drafter.prepared += 1
-                return np.array([tree.num_nodes for tree in trees]), chains
+                lengths = np.array([tree.num_nodes for tree in trees])
+                if drafter.fault == "wide":
+                    chains = np.pad(chains, [(0, 0), (0, 3)])
+                if drafter.fault in ("short", "long"):
+                    lengths += -9 if drafter.fault == "short" else 9
+                return lengths, chains[1:] if drafter.fault == "few" else chains
 
             def trees(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
                 drafter.fail("trees")
@@ -752,7 +778,9 @@ class OfOne(DraftSource):
         return request.request_id == self._request_id
 
 
-@pytest.mark.parametrize("fault", ["", "prepare", "draft", "vocabulary", "source"])
+@pytest.mark.parametrize(
+    "fault", ["", "prepare", "draft", "vocabulary", "wide", "short", "long", "few", "source"]
+)
 def test_drafts_that_were_prepared_are_those_of_the_drafter(steps, fault):
     """Where that fails, drafting begins again; beside requests of another source it always does."""
     runs = []

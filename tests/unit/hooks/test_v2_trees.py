@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from tests.unit.hooks.test_compaction import path_to
 from tests.unit.hooks.test_v2_adapter import Steps
 from tests.unit.tree.strategies import token_trees
-from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
+from vllm_trie.drafts.engine.runners.v2_trees import TreeSampler, V2TreeAdapter
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup, compact, compact_on_device
 from vllm_trie.tree import TokenTree
@@ -61,6 +61,33 @@ def test_what_reads_drafts_as_a_chain_gets_chains(adapter, params):
     assert adapter._needs_chain(SamplingParams(**params))
     adapter._processors_read_chains = True
     assert adapter._needs_chain(SamplingParams())
+
+
+@pytest.mark.parametrize("dimensions", [None, (1, 0)])
+def test_the_sampler_is_told_whether_its_logits_become_logprobs(dimensions):
+    """vLLM's fused sampler returns logits before top-k and top-p."""
+    calls = []
+
+    def sample(logits: torch.Tensor, *arguments: Any) -> Any:
+        calls.append(arguments[-1])
+        return torch.zeros(len(logits)), logits
+
+    sampler = object.__new__(TreeSampler)
+    sampler.sampler = SimpleNamespace(
+        sample=sample,
+        logprobs_mode="processed_logprobs",
+        get_logprobs_dims=lambda indices: dimensions,
+    )
+    row = torch.zeros(1, dtype=torch.int64)
+    names = "positions logits_indices expanded_idx_mapping idx_mapping expanded_local_pos"
+    batch = SimpleNamespace(
+        **dict.fromkeys(names.split(), row),
+        idx_mapping_np=row.numpy(),
+        cu_num_logits_np=np.array([0, 1]),
+        seq_lens_cpu_upper_bound=row,
+    )
+    sampler._sample(torch.zeros(1, 9), batch, row)
+    assert calls == [dimensions is not None]
 
 
 @given(st.data())

@@ -54,7 +54,7 @@ def draft_requests(
         state = states[request_id]
         params = state.sampling_params
         num_outputs = len(state.output_token_ids)
-        if params is None or not may_draft(state) or ends_with(params, tokens[-1], num_outputs):
+        if params is None or not may_draft(state) or ends_with(params, tokens[-1]):
             continue
         request = draft_request(
             constant_fields(request_id, state, num_prompt_tokens[index]),
@@ -127,40 +127,35 @@ def draft_request(
 
 
 def ended_request(
-    request_id: str, data: RequestData, token_ids: np.ndarray, num_prompt_tokens: int
-) -> DraftRequest | None:
-    """Return a request that has ended as drafters see it, None if it never gets drafts.
+    constant: Mapping[str, Any], params: SamplingParams, token_ids: np.ndarray, may_draft: bool
+) -> DraftRequest:
+    """Return a request that has ended as drafters see it.
 
     Args:
-        request_id: The engine's.
-        data: Of the request.
+        constant: See :func:`constant_fields`.
+        params: Of the request.
         token_ids: int32 [num_tokens], prompt and output; what a step computed behind the token that
             ended the request is left out.
-        num_prompt_tokens: Of the request.
+        may_draft: Whether the request might have drafts. If not, drafters see no text. It may end a
+            session that had drafts before, so they have something to forget.
     """
-    params = data.sampling_params
-    if params is None or not may_draft(data):
-        return None
-    least = num_prompt_tokens + max(params.min_tokens - 1, 0)
+    first = constant["num_prompt_tokens"]
+    text = token_ids if may_draft else token_ids[:0]
     stops = [params.eos_token_id, *(params.stop_token_ids or ())]
-    ends = np.flatnonzero(np.isin(token_ids[least:], [stop for stop in stops if stop is not None]))
-    return DraftRequest(
-        token_ids=token_ids[: least + ends[0] + 1] if len(ends) else token_ids,
-        max_nodes=0,
-        max_depth=0,
-        **constant_fields(request_id, data, num_prompt_tokens),
-    )
+    ends = np.flatnonzero(np.isin(text[first:], [stop for stop in stops if stop is not None]))
+    if len(ends):
+        text = text[: first + ends[0] + 1]
+    return DraftRequest(token_ids=text, max_nodes=0, max_depth=0, **constant)
 
 
-def ends_with(params: SamplingParams, token: int, num_output_tokens: int) -> bool:
+def ends_with(params: SamplingParams, token: int) -> bool:
     """Return whether the scheduler ends a request after a token.
 
     Args:
         params: Of the request. Its `all_stop_token_ids` name EOS even where `ignore_eos` is set.
-        token: The newest of `num_output_tokens` tokens.
+        token: The newest. Before `min_tokens` vLLM samples none that ends the request.
     """
-    stops = token == params.eos_token_id or token in (params.stop_token_ids or ())
-    return stops and num_output_tokens >= params.min_tokens
+    return token == params.eos_token_id or token in (params.stop_token_ids or ())
 
 
 def _cache_salt(data: RequestData, extra_args: Mapping[str, str]) -> str | None:

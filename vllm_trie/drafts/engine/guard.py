@@ -86,13 +86,17 @@ class GuardedDrafter:
         self, prepared: PreparedDrafts, tokens: np.ndarray, counts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what was prepared, see :meth:`PreparedDrafts.draft`; None if that has failed, or
-        has tokens outside the vocabulary."""
+        is not of its form."""
         start = time.perf_counter()
         try:
-            chains = self._call(prepared.draft, tokens, counts)
-            if ((chains[1] < 0) | (chains[1] >= self._vocab_size)).any():
-                return None
-            return chains
+            lengths, chains = self._call(prepared.draft, tokens, counts)
+            num_drafts, width = chains.shape
+            is_valid = (
+                lengths.shape == (num_drafts,) == (len(prepared.request_ids),)
+                and ((lengths >= 0) & (lengths <= width)).all()
+                and ((chains >= 0) & (chains < self._vocab_size)).all()
+            )
+            return (lengths, chains) if is_valid else None
         except _TooLate as error:
             self._rest(error)
         except Exception:

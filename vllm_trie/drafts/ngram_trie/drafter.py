@@ -149,7 +149,7 @@ class NgramTrieDrafter(Drafter):
 
     def released(self, request: DraftRequest, output: np.ndarray) -> None:
         self._texts.release(request.request_id)
-        if self.store is not None:
+        if self.store is not None and len(output):
             self.store.add(request.cache_salt, output, self._prompt(request))
         self._prompts.pop(request.request_id, None)
 

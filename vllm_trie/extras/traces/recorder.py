@@ -48,7 +48,6 @@ class _Followed:
     writer: TraceWriter
     params: SamplingParams
     last_time: float
-    num_output_tokens: int = 0
     no_draft: NoDraft = "prefill"
 
 
@@ -104,7 +103,6 @@ class TraceRecorder(StepObserver):
             except (OSError, ValueError) as error:
                 self._give_up(request_id, error)
             followed.last_time = now
-            followed.num_output_tokens += len(tokens)
             followed.no_draft = "pause"  # where no draft follows
 
     def drafted(
@@ -196,7 +194,5 @@ def _options(tree_config: TreeConfig, context: DrafterContext) -> dict[str, Any]
 
 def _before_stop(followed: _Followed, tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens up to the one after which the scheduler ends the request."""
-    for count, token in enumerate(tokens, 1):
-        if ends_with(followed.params, token, followed.num_output_tokens + count):
-            return tokens[:count]
-    return tokens
+    ends = (i for i, token in enumerate(tokens, 1) if ends_with(followed.params, token))
+    return tokens[: next(ends, None)]

@@ -80,7 +80,6 @@ def test_a_request_that_asks_gets_a_file(recorder, tmp_path):
     ("params", "tokens"),
     [
         ({"stop_token_ids": [6]}, [5, 6]),
-        ({"stop_token_ids": [6], "min_tokens": 3}, [5, 6, 9]),
         ({"stop_token_ids": [9]}, [5, 6, 9]),
     ],
 )

@@ -21,7 +21,11 @@ from vllm_trie.attention import prefers_chains
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.tree_attention import hand_on
-from vllm_trie.drafts.engine.draft_requests import draft_requests, ended_request
+from vllm_trie.drafts.engine.draft_requests import (
+    constant_fields,
+    draft_requests,
+    ended_request,
+)
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
 from vllm_trie.drafts.engine.verification.placement import (
@@ -31,7 +35,7 @@ from vllm_trie.drafts.engine.verification.placement import (
 )
 from vllm_trie.drafts.engine.verification.sampling import sample_levels
 from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols
-from vllm_trie.hooks.wire import STATS_ATTRIBUTE
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE, may_draft
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,9 +139,14 @@ class V1Speculation(Adapter):
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             state, ended = self.runner.requests.get(request_id), None
-            if state is not None and state.prompt_token_ids is not None:
-                text = np.array([*state.prompt_token_ids, *state.output_token_ids], dtype=np.int32)
-                ended = ended_request(request_id, state, text, state.num_prompt_tokens)
+            if state is not None and state.sampling_params is not None:
+                text = [*(state.prompt_token_ids or ()), *state.output_token_ids]
+                ended = ended_request(
+                    constant_fields(request_id, state, state.num_prompt_tokens),
+                    state.sampling_params,
+                    np.array(text, dtype=np.int32),
+                    may_draft(state),
+                )
             self.trees.release(request_id, ended)
 
     # -- what vLLM asks of a proposer --------------------------------------------------------------

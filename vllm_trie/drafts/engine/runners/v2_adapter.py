@@ -65,6 +65,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
 
+_NO_TOKEN = -1
+"""Where a draft has ended, to vLLM's scheduler: a grammar needs no mask from there on."""
+
 
 class V2Adapter(Adapter):
     """The step of a worker, whose drafts are rows of draft tokens.
@@ -95,7 +98,6 @@ class V2Adapter(Adapter):
         self._req_states = req_states
         self._device = device
         self._requests: dict[str, RequestText] = {}
-        self._unread: set[str] = set()  # requests whose prompt the drafter has not seen
         self._graph_lengths: Collection[int] = ()
         self._state: Literal["warm-up", "drafting", "off"] = "warm-up"
         self._in_flight = StepsInFlight(trees, self._take_in)
@@ -244,7 +246,6 @@ class V2Adapter(Adapter):
             return
         for data in new_requests:
             self._requests[data.req_id] = RequestText.of(data, self._req_states.max_model_len)
-            self._unread.add(data.req_id)
         for observer in self.trees.observers:
             observer.begun(new_requests)
 
@@ -257,7 +258,6 @@ class V2Adapter(Adapter):
             return
         for request_id in request_ids:
             text = self._requests.pop(request_id, None)
-            self._unread.discard(request_id)
             self.trees.release(request_id, None if text is None else text.ended_request())
 
     # -- what the runner asks for ------------------------------------------------------------------
@@ -304,7 +304,8 @@ class V2Adapter(Adapter):
             return
         for request_id, row in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             if text := self._requests.get(request_id):
-                row[: len(text.drafted)] = text.drafted[: len(row)]
+                num_fillers = max(len(row) - len(text.drafted), 0)
+                row[:] = [*text.drafted[: len(row)], *[_NO_TOKEN] * num_fillers]
 
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int
@@ -362,11 +363,10 @@ class V2Adapter(Adapter):
     ) -> v2_lengths.CutStep:
         """Return the step cut to what it verifies: to places that were planned, or to drafts."""
         if lengths is None:
-            running = self._requests.keys() - {new.req_id for new in output.scheduled_new_reqs}
-            lengths = {
-                name: len(self._requests[name].drafted) if name in running else 0
-                for name in output.scheduled_spec_decode_tokens
-            }
+            lengths = dict.fromkeys(output.scheduled_spec_decode_tokens, 0)
+            new = {data.req_id for data in output.scheduled_new_reqs}
+            for name in (lengths.keys() & self._requests.keys()) - new:
+                lengths[name] = len(self._requests[name].drafted)
         # Earlier pipeline stages know no lengths, and the warm-up compiles for full drafts.
         is_full = self.runner.use_pp or self._state == "warm-up"
         return v2_lengths.cut(output, lengths, None if is_full else self._graph_lengths)
@@ -493,9 +493,10 @@ class V2Adapter(Adapter):
 
     def _read_prompts(self, texts: Sequence[RequestText], max_nodes: int) -> None:
         """Let the drafter read the prompts that the device is computing."""
-        unread = [text for text in texts if text.data.req_id in self._unread]
+        unread = [text for text in texts if text.is_unread]
         if unread and max_nodes:
-            self._unread.difference_update(text.data.req_id for text in unread)
+            for text in unread:
+                text.is_unread = False
             requests = [self._draft_request(text, max_nodes) for text in unread]
             self.trees.guard.read_prompts([request for request in requests if request is not None])
 
@@ -532,7 +533,7 @@ class V2Adapter(Adapter):
 
     def _is_running(self, text: RequestText) -> bool:
         """Return whether a request has neither ended nor started again since its step began."""
-        return self._requests.get(text.data.req_id) is text
+        return self._requests.get(text.request_id) is text
 
     def _expect_no_drafts(
         self, texts: Sequence[RequestText], requests: Mapping[int, DraftRequest]
@@ -540,7 +541,7 @@ class V2Adapter(Adapter):
         """Let steps that are launched ahead have no places for requests without drafts."""
         if self.trees.forecast is not None:
             for index, text in enumerate(texts):
-                request_id = text.data.req_id
+                request_id = text.request_id
                 if index not in requests and self._is_running(text):
                     self.trees.forecast.observe(request_id, np.empty(0))
 

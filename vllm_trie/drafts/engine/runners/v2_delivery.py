@@ -69,12 +69,12 @@ class DraftPlaces:
         """Return drafts, cut to their places, as :func:`packed` does.
 
         Args:
-            lengths, tokens: int [drafts], and [drafts, at most N] with anything behind a draft.
+            lengths, tokens: int [drafts], and [drafts, any width] with anything behind a draft.
         """
-        lengths, size = np.minimum(lengths, self._places), tokens.shape[1]
+        lengths, size = np.minimum(lengths, self._places), min(tokens.shape[1], len(self._column))
         self._values[self._rows, 0] = lengths
         is_drafted = self._column[:size] < lengths[:, None]
-        self._values[self._rows, 1 : 1 + size] = tokens * is_drafted
+        self._values[self._rows, 1 : 1 + size] = tokens[:, :size] * is_drafted
         return self._values[:-1]
 
 

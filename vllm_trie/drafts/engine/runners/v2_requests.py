@@ -28,55 +28,59 @@ class RequestText:
     """A request's text on the host, where drafters read it; the runner's own is on the device.
 
     Attributes:
-        data: As the scheduler sent it.
-        constant: What drafters see of it in each step; None if it never has drafts.
+        request_id, params: The request's.
+        constant: What drafters see of it in each step.
+        may_draft: Whether it may have drafts.
         token_ids: int32 [capacity], the text so far and room for the rest of it.
         view: The same, read-only.
         num_prompt_tokens, num_tokens: Length of the prompt and of the text.
+        is_unread: Whether the drafter has not seen the prompt.
         has_ended: Whether the text ends here. Scheduled ahead, the request may run once more.
         drafted: The draft tokens of the next step.
     """
 
-    data: NewRequestData
-    constant: Mapping[str, Any] | None
+    request_id: str
+    params: SamplingParams
+    constant: Mapping[str, Any]
+    may_draft: bool
     token_ids: np.ndarray
     view: np.ndarray
     num_prompt_tokens: int
     num_tokens: int
+    is_unread: bool = True
     has_ended: bool = False
     drafted: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, data: NewRequestData, max_model_len: int) -> RequestText:
+        """Return the text of a request as the scheduler sends it, of which it keeps nothing."""
+        params = data.sampling_params
+        assert params is not None, "the engine generates text"
         text = data.prefill_token_ids or []
         token_ids = np.empty(max(max_model_len, len(text)), dtype=np.int32)
         token_ids[: len(text)] = text
         view = token_ids.view()
         view.flags.writeable = False
-        length = data.prompt_len
-        constant = constant_fields(data.req_id, data, length) if may_draft(data) else None
-        return cls(data, constant, token_ids, view, length, len(text))
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether it may have drafts."""
-        return self.constant is not None
+        constant = constant_fields(data.req_id, data, data.prompt_len)
+        return cls(
+            *(data.req_id, params, constant, may_draft(data)),
+            *(token_ids, view, data.prompt_len, len(text)),
+        )
 
     def draft_request(
         self, max_model_len: int, max_nodes: int, needs_chain: Callable[[SamplingParams], bool]
     ) -> DraftRequest | None:
         """Return the request as drafters see it, None if it gets no draft."""
-        params = self.data.sampling_params
-        if params is None or self.constant is None or self.has_ended:
+        if not self.may_draft or self.has_ended:
             return None
         return draft_request(
             self.constant,
-            params,
+            self.params,
             self.view[: self.num_tokens],
             self.num_tokens - self.num_prompt_tokens,
             max_model_len,
             max_nodes,
-            chain_only=needs_chain(params),
+            chain_only=needs_chain(self.params),
         )
 
     def goes_on(self, request: DraftRequest, new_tokens: Sequence[int]) -> bool:
@@ -86,22 +90,20 @@ class RequestText:
         request.max_depth -= len(new_tokens)
         return bool(new_tokens) and not self.has_ended and request.max_depth > 0
 
-    def ended_request(self) -> DraftRequest | None:
-        """Return the request with its whole text as drafters see it, None if it never gets
-        drafts."""
+    def ended_request(self) -> DraftRequest:
+        """Return the request with its whole text as drafters see it."""
         text = self.view[: self.num_tokens]
-        return ended_request(self.data.req_id, self.data, text, self.num_prompt_tokens)
+        return ended_request(self.constant, self.params, text, self.may_draft)
 
     def extend(self, tokens: Sequence[int]) -> Sequence[int]:
         """Add sampled tokens to the text; return those before its end."""
-        params = self.data.sampling_params
-        assert params is not None
+        params = self.params
         room = 0 if self.has_ended else len(self.token_ids) - self.num_tokens
         tokens = tokens[:room]
         num_output = self.num_tokens - self.num_prompt_tokens
         for taken, token in enumerate(tokens, 1):
             is_last = num_output + taken == params.max_tokens
-            if is_last or ends_with(params, token, num_output + taken):
+            if is_last or ends_with(params, token):
                 self.has_ended = True
                 tokens = tokens[:taken]
                 break

@@ -108,6 +108,7 @@ class TreeSampler(RejectionSampler):
         vLLM's sampler may copy the logits in float32; parts of the batch bound the copy's size.
         """
         positions = batch.positions[batch.logits_indices]
+        needs_logprobs = self.sampler.get_logprobs_dims(batch.idx_mapping_np) is not None
         sampled, processed = [], []
         for requests, rows in self._parts(batch.cu_num_logits_np, logits.shape[1]):
             tokens, scores = self.sampler.sample(
@@ -119,6 +120,7 @@ class TreeSampler(RejectionSampler):
                 draft_tokens[rows],
                 batch.expanded_local_pos[rows],
                 batch.seq_lens_cpu_upper_bound.numpy()[requests],
+                needs_logprobs,
             )
             sampled.append(tokens)
             if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:

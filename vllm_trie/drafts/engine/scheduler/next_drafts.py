@@ -31,16 +31,14 @@ class FirstTokens:
     them: they end requests earlier, which frees places for those that wait.
 
     Args:
-        scheduler: vLLM's. Under asynchronous scheduling, and on Model Runner V2, the worker has the
-            drafts already, and nothing is removed.
+        scheduler: vLLM's. On Model Runner V2 the worker has the drafts already, and nothing is
+            removed.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._has_drafts = (
-            config.read(scheduler.vllm_config) is not None
-            and not scheduler.scheduler_config.async_scheduling
-            and not scheduler.use_v2_model_runner
+            config.read(scheduler.vllm_config) is not None and not scheduler.use_v2_model_runner
         )
         self._allowed = MOST_GIVING  # steps
 
