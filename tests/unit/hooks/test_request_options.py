@@ -15,8 +15,8 @@ from vllm_trie.hooks.frontend.request_options import with_packed_options
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY
 from vllm_trie.searches import BeamOptions, parse_options
-from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
 from vllm_trie.searches.engine.frontend import requests
+from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
 from vllm_trie.searches.engine.frontend.hypotheses import ServerCall, served
 from vllm_trie.searches.engine.frontend.requests import check_api_request, prepare_request
 

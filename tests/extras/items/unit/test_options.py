@@ -85,7 +85,7 @@ def test_defaults_of_the_server_do_not_act_on_items(monkeypatch):
     search = {"beam_width": 2, "items": "shop"}
     params = served_params(monkeypatch, search)
     assert (params.repetition_penalty, params.frequency_penalty, params.min_p) == (1.0, 0.0, 0.0)
-    with pytest.raises(VLLMClientError, match="repetition_penalty=1.1 is not supported with items"):
+    with pytest.raises(VLLMClientError, match=r"repetition_penalty=1\.1 .* with items"):
         served_params(monkeypatch, search, repetition_penalty=1.1)
 
 
