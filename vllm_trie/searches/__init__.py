@@ -4,7 +4,7 @@
 be read, is ``tests/unit/beam/reference.py``.
 """
 
-from vllm_trie.searches.candidates import Candidates, Draws, Outcomes, num_raw_candidates
+from vllm_trie.searches.candidates import Candidates, Draws, Outcomes
 from vllm_trie.searches.search import BeamSearch, Children, Hypothesis
 from vllm_trie.searches.settings import (
     MAX_LENGTH_PENALTY,
@@ -25,6 +25,5 @@ __all__ = [
     "Outcomes",
     "SearchSettings",
     "SearchTrace",
-    "num_raw_candidates",
     "parse_options",
 ]

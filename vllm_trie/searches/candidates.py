@@ -3,7 +3,7 @@
 Hugging Face applies these rules to ``log_softmax(logits)`` over the whole vocabulary. A search over
 the best ``k`` raw candidates of a row gives the same result as long as every rule only lowers
 log-probabilities and ``k`` is enlarged by the number of tokens that a rule can touch:
-:func:`num_raw_candidates` says by how much. A bias may raise them, so whoever chooses the ``k``
+:meth:`CandidateRules.num_raw` says by how much. A bias may raise them, so whoever chooses the ``k``
 counts it in (:class:`~vllm_trie.searches.top_k.TokenRules`).
 """
 
@@ -68,41 +68,8 @@ class Outcomes(NamedTuple):
     continues: np.ndarray
 
 
-def num_raw_candidates(
-    settings: SearchSettings, prompt_token_ids: Sequence[int], vocab_size: int
-) -> int:
-    """Return how many raw candidates per row make the search exact, at most `vocab_size`."""
-    if settings.do_sample:
-        if settings.top_k <= 0:
-            return vocab_size
-        count = max(settings.top_k, _min_kept(settings))
-    else:
-        count = settings.num_candidates
-    if settings.repetition_penalty != 1.0:
-        count += len(set(prompt_token_ids))
-    if settings.repetition_penalty != 1.0 or _penalizes_output(settings):
-        count += settings.max_new_tokens
-    if settings.no_repeat_ngram_size:
-        followers = _followers(prompt_token_ids, settings.no_repeat_ngram_size)
-        count += max(map(len, followers.values()), default=0) + settings.max_new_tokens
-    if settings.min_tokens:
-        count += len(settings.stop_token_ids)
-    if settings.num_beam_groups > 1 and settings.diversity_penalty:
-        count += settings.beam_width
-    return min(count + len(settings.bad_words), vocab_size)
-
-
 def _penalizes_output(settings: SearchSettings) -> bool:
     return bool(settings.presence_penalty or settings.frequency_penalty)
-
-
-def _followers(token_ids: Sequence[int], size: int) -> dict[tuple[int, ...], set[int]]:
-    """Return the tokens that follow each sequence of ``size - 1`` tokens."""
-    followers: dict[tuple[int, ...], set[int]] = {}
-    for end in range(size - 1, len(token_ids)):
-        before = tuple(token_ids[end - size + 1 : end])
-        followers.setdefault(before, set()).add(token_ids[end])
-    return followers
 
 
 def _min_kept(settings: SearchSettings) -> int:
@@ -131,14 +98,35 @@ class CandidateRules:
         """Whether a rule depends on the hypothesis."""
         self.active = self.changes or settings.do_sample
         """False if :meth:`apply` would change nothing."""
-        self._followers: dict[tuple[int, ...], set[int]] = {}
-        self._prompt_end: list[int] = []  # with it, sequences begin in the prompt
-        if size := settings.no_repeat_ngram_size:
-            self._followers = _followers(prompt_token_ids, size)
-            self._prompt_end = list(prompt_token_ids[max(0, len(prompt_token_ids) - size + 1) :])
+        compared = prompt_token_ids if settings.no_repeat_ngram_size else ()
+        self._prompt = np.asarray(compared, dtype=np.int64)
         biases = sorted(settings.logit_bias)
         self._biased = np.array([token for token, _ in biases], dtype=np.int64)
         self._bias = np.array([bias for _, bias in biases], dtype=np.float32)
+
+    def num_raw(self, generated: np.ndarray, vocab_size: int) -> int:
+        """Return how many raw candidates per row make a step exact, at most `vocab_size`.
+
+        Args:
+            generated: int64 [rows, tokens], those of the hypotheses so far.
+            vocab_size: Of the model.
+        """
+        settings, (_, length) = self._settings, generated.shape
+        if settings.do_sample:
+            if settings.top_k <= 0:
+                return vocab_size
+            count = max(settings.top_k, _min_kept(settings))
+        else:
+            count = settings.num_candidates
+        if settings.repetition_penalty != 1.0 or _penalizes_output(settings):
+            count += self._prompt_tokens.size + length
+        if settings.no_repeat_ngram_size:
+            count += max(len(np.unique(self._repeating(tokens))) for tokens in generated)
+        if length < settings.min_tokens:
+            count += len(settings.stop_token_ids)
+        if settings.num_beam_groups > 1 and settings.diversity_penalty:
+            count += settings.beam_width
+        return min(count + len(settings.bad_words), vocab_size)
 
     def add_bias(self, token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Return float32 [...], log-probabilities of candidates with their bias."""
@@ -182,8 +170,8 @@ class CandidateRules:
             result[np.isin(token_ids, settings.stop_token_ids)] = NEVER
         if banned := self._banned(generated):
             result[np.isin(token_ids, banned)] = NEVER
-        if repeating := self._repeating(generated):
-            result[np.isin(token_ids, list(repeating))] = NEVER
+        if settings.no_repeat_ngram_size:
+            result[np.isin(token_ids, self._repeating(generated))] = NEVER
         if settings.do_sample:
             result = self._filter(result)
         return result
@@ -192,18 +180,23 @@ class CandidateRules:
         ends = (tuple(generated[max(0, len(generated) - n) :]) for n in self._bad_lengths)
         return [token for end in ends for token in self._bad_words.get(end, ())]
 
-    def _repeating(self, generated: Sequence[int]) -> set[int]:
-        """Return the tokens that would complete a sequence of prompt or hypothesis again.
+    def _repeating(self, generated: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return int64 [n], the tokens that would complete a sequence of prompt or hypothesis
+        again; one of them for each time.
 
         As ``NoRepeatNGramLogitsProcessor`` of ``transformers``, which counts the prompt in.
         """
-        size = self._settings.no_repeat_ngram_size
-        tokens = [*self._prompt_end, *generated]
-        if not size or len(tokens) < size - 1:
-            return set()
-        last = tuple(tokens[len(tokens) - size + 1 :])
-        tokens_after = _followers(tokens, size).get(last, set())
-        return tokens_after | self._followers.get(last, set())
+        text = np.concatenate([self._prompt, np.asarray(generated, dtype=np.int64)])
+        num_before = self._settings.no_repeat_ngram_size - 1
+        following = text[num_before:]
+        same = np.ones(len(following), dtype=bool)
+        for back in range(1, num_before + 1):
+            if not same.any():
+                break
+            before = num_before - back
+            same &= text[before : before + len(following)] == text[-back]
+        repeating: np.ndarray = following[same]
+        return repeating
 
     def _filter(self, logprobs: np.ndarray) -> np.ndarray:
         """Apply temperature, then top-k, then top-p, in Hugging Face's order."""

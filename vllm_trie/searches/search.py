@@ -135,6 +135,10 @@ class BeamSearch:
         """
         return not self._rules.active and len(self._groups) == 1
 
+    def num_raw_candidates(self, vocab_size: int) -> int:
+        """Return how many of the best continuations of every row the next step needs."""
+        return self._rules.num_raw(self.generated, vocab_size)
+
     def draws(self, first_row: int) -> Draws | None:
         """Return how to draw a step's candidates out of all continuations of rows together.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.searches import BeamSearch, Candidates, num_raw_candidates
+from vllm_trie.searches import BeamSearch, Candidates
 
 VOCAB = 12
 PROMPT = (1, 2, 2, 5)
@@ -24,13 +24,13 @@ def random_model(seed, peaked=1.5, vocab=VOCAB):
 def run_search(next_logprobs, search_settings, prompt=PROMPT, find_stop_string=None, vocab=VOCAB):
     """Drive a BeamSearch as a scheduler does: best raw candidates of every row, step by step."""
     search = BeamSearch(search_settings, prompt, find_stop_string)
-    count = num_raw_candidates(search_settings, prompt, vocab)
     bias = np.zeros(vocab, dtype=np.float32)
     for token, value in search_settings.logit_bias:
         bias[token] = value
     rows = [[]]
     while not search.done:
         assert search.num_rows == len(rows)
+        count = search.num_raw_candidates(vocab)
         logprobs = np.stack([next_logprobs(row) for row in rows])
         token_ids = np.argsort(-(logprobs + bias), axis=1, kind="stable")[:, :count]
         logprobs = np.take_along_axis(logprobs, token_ids, 1)

@@ -1,6 +1,8 @@
 """The search against the reference, on random language models."""
 
 import doctest
+import time
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.beam import reference as reference_module
 from tests.unit.beam.models import PROMPT, VOCAB, random_model, run_search, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
-from vllm_trie.searches import BeamSearch, Candidates, SearchSettings, num_raw_candidates
+from vllm_trie.searches import BeamSearch, Candidates, SearchSettings
 from vllm_trie.searches.candidates import CandidateRules
 
 search_settings = st.builds(
@@ -76,16 +78,34 @@ def test_diverse_groups_equal_reference(groups, per_group, penalty, early_stoppi
 def test_no_sequence_repeats(prompt, generated, size):
     """Against every sequence of prompt and hypothesis, and within the candidates asked for."""
     search_settings = SearchSettings(2, 7, no_repeat_ngram_size=size)
-    logprobs = CandidateRules(search_settings, prompt).apply(
-        np.arange(4), np.zeros(4, dtype=np.float32), generated
-    )
+    rules = CandidateRules(search_settings, prompt)
+    logprobs = rules.apply(np.arange(4), np.zeros(4, dtype=np.float32), generated)
     tokens = [*prompt, *generated]
     sequences = [tokens[start : start + size] for start in range(len(tokens) - size + 1)]
     repeating = [[*tokens, token][-size:] in sequences for token in range(4)]
     assert np.isneginf(logprobs).tolist() == repeating
-    assert num_raw_candidates(search_settings, prompt, 100) >= search_settings.num_candidates + sum(
-        repeating
-    )
+    count = rules.num_raw(np.array([generated], dtype=np.int64), 100)
+    assert count == search_settings.num_candidates + sum(repeating)
+
+
+@pytest.mark.parametrize("prompt", [[7] * 8000, [token % 97 for token in range(8000)]])
+def test_long_sequences_cost_a_step_little(prompt):
+    """In time and memory; a dictionary of all of them took 0.36 s and 57 MiB."""
+    tracemalloc.start()
+    begin = time.process_time()
+    rules = CandidateRules(SearchSettings(1, 8, no_repeat_ngram_size=1024), prompt)
+    assert rules.num_raw(np.zeros((1, 0), dtype=np.int64), 100) == 3
+    rules.apply(np.arange(4), np.zeros(4, dtype=np.float32), [])
+    spent, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert spent < 0.1
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}])
+def test_penalties_need_no_candidates_of_tokens_to_come(penalty):
+    rules = CandidateRules(SearchSettings(2, 30_000, **penalty), [])
+    assert rules.num_raw(np.zeros((2, 5), dtype=np.int64), 50_000) == 4 + 5
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 5))

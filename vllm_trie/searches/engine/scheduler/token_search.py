@@ -14,7 +14,6 @@ from vllm_trie.searches import (
     Children,
     Hypothesis,
     SearchSettings,
-    num_raw_candidates,
 )
 from vllm_trie.searches.engine.constraint import GroupSearch
 from vllm_trie.searches.engine.scheduler.group_rules import GroupRules
@@ -45,22 +44,20 @@ class TokenSearch(GroupSearch):
     ) -> None:
         self.search = search = BeamSearch(settings, prompt, find_stop_string)
         self._rules, self._eos_token_id = rules, params.eos_token_id
-        self._num_candidates: int | None = None  # of each beam; None: of all beams together
+        self._vocab_size, self._num_logprobs = vocab_size, params.logprobs or 0
         # The ranks of log-probabilities are places among the best of a beam.
         draws_of_all = params.logprobs is None and search.draws(0) is not None
-        if params.logprobs or not (search.takes_best_of_all or draws_of_all):
-            self._num_candidates = max(
-                num_raw_candidates(settings, prompt, vocab_size),
-                min(params.logprobs or 0, vocab_size),
-            )
-        takes_best_of_all = self._num_candidates is None and not settings.do_sample
-        self.is_plain = takes_best_of_all and rules is None and not search.finds_stop_strings
+        self._takes_best_of_all = not params.logprobs and (search.takes_best_of_all or draws_of_all)
+        takes_best = self._takes_best_of_all and not settings.do_sample
+        self.is_plain = takes_best and rules is None and not search.finds_stop_strings
 
     def selection(self, proxy_id: str, rows: np.ndarray) -> TokenSelection:
         rules = None if self._rules is None else self._rules.of(rows)
-        if self._num_candidates is not None:
-            return TokenSelection(proxy_id, None, self._num_candidates, rules)
         search = self.search
+        if not self._takes_best_of_all:
+            count = search.num_raw_candidates(self._vocab_size)
+            count = max(count, min(self._num_logprobs, self._vocab_size))
+            return TokenSelection(proxy_id, None, count, rules)
         count, draws = search.settings.num_candidates, search.draws(int(rows[0]))
         return TokenSelection(proxy_id, search.totals[rows], count, rules, draws)
 
