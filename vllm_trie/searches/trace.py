@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class NodeFate(StrEnum):
@@ -14,8 +14,7 @@ class NodeFate(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
-class SearchTrace:
+class SearchTrace(NamedTuple):
     """Every candidate that a search looked at, as a trie in flat lists, which make up its JSON.
 
     Node ``i`` is token ``token_ids[i]`` below node ``parents[i]`` (-1: below the prompt); parents
@@ -32,11 +31,11 @@ class SearchTrace:
         beam_width: Its width.
     """
 
-    token_ids: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    sums: list[float] = field(default_factory=list)
-    fates: list[str] = field(default_factory=list)
-    returned: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    steps: int = 0
-    beam_width: int = 0
+    token_ids: list[int]
+    parents: list[int]
+    sums: list[float]
+    fates: list[str]
+    returned: list[int]
+    scores: list[float]
+    steps: int
+    beam_width: int

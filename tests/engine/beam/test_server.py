@@ -180,6 +180,7 @@ def test_searches_that_find_fewer_hypotheses(client, call, kind):
     assert scores[-num_missing:] == [None] * num_missing
     assert all(texts[:-num_missing])
     assert None not in scores[:-num_missing]
+    assert ["trace" in beam for beam in result.beams] == [True, False, False, False]
     if kind == "one item":
         assert texts[0] == tokenizer().decode(ITEM)
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from statistics import median
@@ -173,7 +172,7 @@ def _beams(beams: Beams, decode: Decode) -> dict[str, Any]:
             node = search.parents[node]
         paths.append(path[::-1])
     return {
-        **asdict(search),
+        **search._asdict(),
         "sums": [round(value, 4) for value in search.sums],
         "texts": [decode(path) for path in paths],
         "promptTokens": beams.num_prompt_tokens,

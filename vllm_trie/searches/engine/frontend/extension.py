@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +127,15 @@ async def _answer(
     answer = await answered_within(served, call, original, self, request, *args, **kwargs)
     beams = [beam for search in call.searches for beam in search.beams]
     if beams and hasattr(answer, "choices"):
-        answer.beams = json.loads(json.dumps(beams), parse_constant=lambda _: None)
+        answer.beams = [
+            {name: value if _is_json(value) else None for name, value in beam.items()}
+            for beam in beams
+        ]
     return answer
+
+
+def _is_json(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 for _name in (CHAT, COMPLETION, RESPONSES):

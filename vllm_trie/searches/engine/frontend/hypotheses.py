@@ -147,8 +147,8 @@ def _logprobs_of(answer: SearchAnswer) -> LogprobsLists | None:
 def _add_beam(output: CompletionOutput, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
     """Give a hypothesis its ``cumulative_logprob``, ``score`` and ``beam``.
 
-    ``beam`` is a dictionary: what is its own, also attributes of the output, ``steps`` of the
-    search, and ``trace``, if asked for.
+    ``beam`` is a dictionary: what is its own, also attributes of the output, and ``steps`` of the
+    search. Its ``trace``, if asked for, is the first hypothesis' own.
     """
     for name, value in {**own, "beam": {**own, **shared}}.items():
         setattr(output, name, value)

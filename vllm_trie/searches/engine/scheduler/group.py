@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,10 +99,6 @@ class BeamGroup:
         """Start; the answer takes a report of the search along, if there is to be one."""
         self.started, self._report = True, report
 
-    def park(self, parked: bool) -> None:
-        """Give the blocks up to other groups, or go on."""
-        self.parked = parked
-
     def restart(self) -> None:
         """Begin anew with a new proxy: the KV of all beams is lost."""
         self._candidates = []
@@ -172,9 +167,9 @@ class BeamGroup:
         report = self._report
         if report is not None:
             report |= {**shared, **self._of_group.counts()}
-        if self.search.trace is not None:
-            shared["trace"] = asdict(self.search.trace)
         answers = [self._answer(hypothesis) for hypothesis in hypotheses]
+        if self.search.trace is not None:
+            answers[0].beam["trace"] = self.search.trace._asdict()
         answer = SearchAnswer(answers, self._logprobs_of(hypotheses), shared, report)
         output = EngineCoreOutput(
             request_id=self.request.request_id,
