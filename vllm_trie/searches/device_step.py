@@ -152,8 +152,10 @@ def children_on_device(
     """
     searches, width = places.shape
     continues = best.scores > -torch.inf
-    for stop_token_id in stop_token_ids:
-        continues &= best.token_ids != stop_token_id
+    if stop_token_ids:
+        stops = to_device(np.unique(stop_token_ids), places.device)
+        nearest = torch.searchsorted(stops, best.token_ids).clamp_(max=len(stops) - 1)
+        continues &= stops[nearest] != best.token_ids
     chosen = (~continues).sort(stable=True).indices[:, :width]
     exists = continues.gather(1, chosen)
     # A child that does not exist has a parent that nobody is.

@@ -361,9 +361,7 @@ class BeamSearch:
         last = self.steps + 1 == self.settings.max_new_tokens
         if outcomes is not None:
             return _Fates(outcomes.ends, outcomes.continues & (not last), {})
-        ends = np.zeros(len(token_ids), dtype=bool)
-        for stop_token_id in self.settings.stop_token_ids:
-            ends |= token_ids == stop_token_id
+        ends = np.isin(token_ids, self.settings.stop_token_ids)
         stops: dict[int, str] = {}
         if self._find_stop_string is not None and self.steps >= self.settings.min_tokens:
             looks_at_all = self.settings.trace or self._random is not None

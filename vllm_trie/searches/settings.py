@@ -15,6 +15,12 @@ MAX_LENGTH_PENALTY = 5.0
 
 MAX_RULES = 4096
 """Entries of the lists of one request."""
+MAX_CANDIDATES = 65_536
+"""Candidates of a step that stop tokens may ask for, ``beam_width * (1 + stop tokens)``."""
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string; for each candidate a text of its length is decoded."""
+MAX_DIVERSITY_PENALTY = 100_000.0
+"""Far from float32's limits, as a token may be taken by every beam."""
 
 EarlyStopping = bool | Literal["never"]
 Options = TypeVar("Options", bound=BaseModel)
@@ -59,6 +65,7 @@ class BeamOptions(BaseModel):
     diversity_penalty: float = Field(
         default=0.0,
         ge=0.0,
+        le=MAX_DIVERSITY_PENALTY,
         allow_inf_nan=False,
         description="Subtracted from a token's log-probability for every beam of an earlier group "
         "that takes it in the same step.",

@@ -204,6 +204,9 @@ def test_prompt_at_the_length_limit(engine):
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"prompt_logprob_token_ids": np.ones((2, 1), int)}, "prompt_logprob_token_ids=array"),
         ({"do_sample": True}, "temperature"),
+        ({"stop": ["x" * 257]}, "stop=.*use at most 256 characters in each"),
+        ({"width": 64, "n": 1, "stop_token_ids": [*range(1024)]}, "stop_token_ids.*at most 1023,"),
+        ({"num_beam_groups": 2, "diversity_penalty": 1e39}, "diversity_penalty.*got 1e"),
     ],
 )
 def test_bad_requests_are_refused_at_once(engine, params, message):

@@ -14,17 +14,15 @@ def request_of(max_tokens: int) -> Any:
 
 
 def test_long_requests_of_the_step_count_once() -> None:
-    pool = SimpleNamespace(num_gpu_blocks=100)
     scheduler: Any = SimpleNamespace(
         max_num_active_reqs=4,
         max_num_scheduled_tokens=64,
         scheduler_config=SimpleNamespace(async_scheduling=False),
         running=[],
         num_waiting_for_streaming_input=0,
-        kv_cache_manager=SimpleNamespace(block_pool=pool),
         current_step=0,
     )
-    admission = Admission(scheduler)
+    admission = Admission(scheduler, 99)
     admission.begin_step({})
     assert admission.lets_start(request_of(1000))
     assert admission.lets_start(request_of(1000))

@@ -41,7 +41,7 @@ from vllm_trie.searches.engine.frontend.extra_args import (
 )
 from vllm_trie.searches.engine.frontend.hypotheses import served
 from vllm_trie.searches.engine.search_wire import BeamSpec, beam_spec
-from vllm_trie.searches.settings import MAX_RULES
+from vllm_trie.searches.settings import MAX_CANDIDATES, MAX_RULES, MAX_STOP_LENGTH
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,6 +82,8 @@ _RULES = (
         "repetition_detection thinking_token_budget", lambda value: value is None),
     _Rule("bad_words stop stop_token_ids logit_bias", _is_short,
         f"use at most {MAX_RULES} entries"),
+    _Rule("stop", lambda stops: all(len(stop) <= MAX_STOP_LENGTH for stop in stops or ()),
+        f"use at most {MAX_STOP_LENGTH} characters in each"),
     _Rule("logit_bias", _is_finite,
         "use finite numbers; allowed_token_ids forbids tokens"),
 )
@@ -203,6 +205,9 @@ def _prepared(params: SamplingParams, spec: BeamSpec, extra_args: dict[str, Any]
     advice = dict(_broken_rules(params))
     if params.stop and not options.detokenize:
         advice["stop"] = "stop strings need text; leave detokenize out"
+    most = MAX_CANDIDATES // options.beam_width - 1
+    if params.stop_token_ids and len(params.stop_token_ids) > most:
+        advice["stop_token_ids"] = f"use at most {most}, or a smaller beam_width"
     if options.do_sample and params.temperature < 1e-5:
         advice["temperature"] = "use a temperature above 0, or leave do_sample out"
     for name, what in advice.items():

@@ -33,7 +33,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
-from vllm_trie.searches.engine.scheduler.tables import num_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -65,8 +64,9 @@ class Admission:
     It writes ``max_num_active_reqs`` and ``deferred_waiting`` of the scheduler.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, num_blocks: int) -> None:
+        """Start with free slots; requests may hold `num_blocks` blocks."""
+        self._scheduler, self._num_blocks = scheduler, num_blocks
         self.slots = scheduler.max_num_active_reqs
         self._tokens_per_step = scheduler.max_num_scheduled_tokens
         self._steps_per_token = 2 if scheduler.scheduler_config.async_scheduling else 1  # of groups
@@ -94,8 +94,7 @@ class Admission:
         self._claim: Claim | None = None
         self._num_proxies_queued = sum(not group.runs and not group.parked for group in started)
         self._is_alone = not started
-        self._room = num_blocks(scheduler.kv_cache_manager)
-        self._room -= sum(group.expected_blocks for group in started)
+        self._room = self._num_blocks - sum(group.expected_blocks for group in started)
         if any(group.parked for group in started):
             self._room = -1
 

@@ -69,7 +69,7 @@ class GrammarMasks:
 class GroupRules:
     """The rules that the worker applies to a group, step by step.
 
-    :meth:`prepare` must have returned True before the proxy runs.
+    The proxy runs once they are :attr:`is_ready`, which :meth:`prepare` brings about.
     """
 
     def __init__(self, request: Request, manager: StructuredOutputManager, vocab_size: int) -> None:

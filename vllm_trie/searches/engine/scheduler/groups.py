@@ -57,7 +57,6 @@ class BeamGroups:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.counters = BeamCounters()
-        self.admission = Admission(scheduler)
         self._refused: list[Request] = []
         self.by_id: dict[str, BeamGroup] = {}
         """Request id to group, in order of arrival. Only this class writes it."""
@@ -75,6 +74,7 @@ class BeamGroups:
             scheduler.max_num_scheduled_tokens,
             on_device,
         )
+        self.admission = Admission(scheduler, self.limits.num_blocks)
         self._opened = {kind: kind.open(vllm_config) for kind in constraints().values()}
 
     @property
@@ -263,7 +263,7 @@ class BeamGroups:
             enough = min(group.expected_blocks, self.limits.num_blocks // 2)
             if hungry or manager.block_pool.get_num_free_blocks() < enough:
                 return
-        group.park(False)
+        group.parked = False
         proxies.requeue(self._scheduler, group)
 
     def preempt(self, proxy: BeamProxy) -> None:
@@ -271,7 +271,7 @@ class BeamGroups:
         blocks from each other."""
         group = self.by_id[proxy.search_id]
         if not group.parked and len(self._active()) > 1:
-            group.park(True)
+            group.parked = True
             self.counters.groups_parked += 1
         self.counters.beams_preempted += max(1, group.beams.num_beams)
         proxies.replace_preempted(self._scheduler, group)

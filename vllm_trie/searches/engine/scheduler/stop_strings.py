@@ -33,9 +33,11 @@ def make_stop_string_finder(
 
     def find(token_ids: list[int]) -> str | None:
         tail = token_ids[-window:]
-        before = len(tokenizer.decode(tail[:-1], skip_special_tokens=skip).rstrip("\ufffd"))
         text = tokenizer.decode(tail, skip_special_tokens=skip)
-        for stop in stops:
+        if not (present := [stop for stop in stops if stop in text]):
+            return None
+        before = len(tokenizer.decode(tail[:-1], skip_special_tokens=skip).rstrip("\ufffd"))
+        for stop in present:
             # At least one of its characters is new; earlier tokens were checked before.
             if text.find(stop, max(0, before - len(stop) + 1)) >= 0:
                 return stop
