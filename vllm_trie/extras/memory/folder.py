@@ -93,16 +93,27 @@ def prompt_key(folder: Path) -> bytes:
     path = folder / _KEY_FILE
     folder.mkdir(mode=0o700, exist_ok=True)
     if not path.exists():
+        new_key = os.urandom(KEY_BYTES)
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{_KEY_FILE}-")  # mode 0600
-        with os.fdopen(handle, "wb") as file:
-            file.write(os.urandom(KEY_BYTES))
-        with suppress(FileExistsError):  # another engine was faster
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(new_key)
             os.link(temporary, path)
-        os.unlink(temporary)
+        except FileExistsError:  # another engine was faster
+            pass
+        except OSError:  # a file system without hard links
+            with suppress(FileExistsError), open(path, "xb", opener=_open_private) as file:
+                file.write(new_key)
+        finally:
+            os.unlink(temporary)
     key = path.read_bytes()
     if len(key) != KEY_BYTES:
         raise OSError(f"{path} has {len(key)} bytes instead of {KEY_BYTES}; delete it")
     return key
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class Slot:

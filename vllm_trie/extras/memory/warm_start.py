@@ -83,13 +83,17 @@ class WarmStart(TextStore, StepObserver):
     def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Save if it is time to."""
         self._has_served |= any(new_tokens)
-        now = time.monotonic()
-        is_due = now >= self._next_save and self._slot is not None
-        if is_due and not (self._job and self._job.is_alive()):
-            self._next_save = now + INTERVAL
-            arguments = (self._slot, *self._snapshot())
-            self._job = threading.Thread(target=self._write, args=arguments, daemon=True)
-            self._job.start()
+        slot, now = self._slot, time.monotonic()
+        if slot is None or now < self._next_save or (self._job and self._job.is_alive()):
+            return
+        self._next_save = now + INTERVAL
+        arguments = (slot, *self._snapshot())
+        job = threading.Thread(target=self._write, args=arguments, daemon=True)
+        try:
+            job.start()
+            self._job = job
+        except RuntimeError as error:  # the process may have no more threads
+            self._fail(slot, error)
 
     def closed(self) -> None:
         """Save and give the file back.
@@ -116,9 +120,12 @@ class WarmStart(TextStore, StepObserver):
         try:
             write_store(slot.path, header, texts)
         except Exception as error:  # a full disk, a folder that is gone
-            level = logging.DEBUG if self._failed else logging.WARNING
-            logger.log(level, "%s could not be saved: %s; the engine goes on", slot.path, error)
-            self._failed = True
+            self._fail(slot, error)
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        level = logging.DEBUG if self._failed else logging.WARNING
+        logger.log(level, "%s could not be saved: %s; the engine goes on", slot.path, error)
+        self._failed = True
 
 
 def open_stores(vllm_config: VllmConfig, context: DrafterContext) -> Iterator[WarmStart | Replicas]:

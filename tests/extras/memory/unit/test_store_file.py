@@ -78,6 +78,17 @@ def test_the_key_of_prompts_is_made_once_and_is_private(tmp_path):
         prompt_key(folder)
 
 
+def test_the_key_of_prompts_without_hard_links(tmp_path, monkeypatch):
+    def fail(source: str, target: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", fail)
+    key = prompt_key(tmp_path)
+    assert len(set(key)) > 8
+    assert prompt_key(tmp_path) == key
+    assert [oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()] == ["0o600"]
+
+
 def test_a_file_is_bounded(file, monkeypatch):
     monkeypatch.setattr("vllm_trie.extras.memory.store_file.MAX_TOKENS", 5)
     write_store(file, make_header(), TEXTS)

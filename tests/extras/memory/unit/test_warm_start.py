@@ -187,6 +187,17 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
+    def no_thread(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", no_thread)
+        saving, _ = start(tmp_path)
+        patched.setattr(saving, "_next_save", 0.0)
+        end_step(saving)
+    assert "could not be saved: can't start new thread; the engine goes on" in caplog.text
+    saving.closed()
+
     monkeypatch.setattr(module, "write_store", full)
     saving, _ = start(tmp_path)
     caplog.clear()
