@@ -77,6 +77,15 @@ def test_missing_foreign_and_newer_files(kind, tmp_path):
         assert "it is not a" in refusal(kind, path, other)
 
 
+def test_a_file_that_may_not_be_looked_for(kind, tmp_path, monkeypatch):
+    def fail(self: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.stat", fail)
+    with pytest.raises(kind.format.error, match="Permission denied"):
+        kind.format.read_header(tmp_path / "file")
+
+
 def test_a_large_header_is_not_read(kind, tmp_path):
     with (tmp_path / "file").open("r+b") as opened:
         opened.write(PREFIX.pack(kind.format.magic, kind.format.version, 1 << 31, bytes(32)))

@@ -157,9 +157,9 @@ class CheckedFormat(Generic[HeaderT]):
         return CheckedContent(header, digest, content[offset:], memory)
 
     def _file(self, path: Path) -> BinaryIO:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-            raise self.problem(path, "it is not a regular file")
         try:
+            if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+                raise self.problem(path, "it is not a regular file")
             return path.open("rb")
         except OSError as error:
             raise self.problem(path, error.strerror or "it cannot be opened") from None
