@@ -8,7 +8,6 @@ the file, or reads the file on another host if its digest is the one that the sc
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +50,7 @@ class Catalogues:
             name: WatchedFile(path, open_catalogue, f"catalogue {name!r}")
             for name, path in paths.items()
         }
-        self._selections: OrderedDict[tuple[str, str], Selection] = OrderedDict()
+        self._selections: dict[tuple[str, str], Selection] = {}
 
     def latest(self, name: str) -> Catalogue:
         """Return the newest checked version of a catalogue."""
@@ -66,7 +65,7 @@ class Catalogues:
         if selection is None:
             selection = self._selections[key] = select(catalogue.trie, rules)
             if len(self._selections) > MAX_SELECTIONS:
-                self._selections.popitem(last=False)
+                del self._selections[next(iter(self._selections))]
         return selection
 
 

@@ -87,10 +87,6 @@ class SelectedTrie:
         """Return bool[...], whether a valid item ends at int[...] nodes."""
         return np.asarray(self._lookup(nodes)[0] & self.trie.is_terminal(nodes))
 
-    def find(self, token_ids: np.ndarray) -> int | None:
-        """Return the node at the end of a path from the root, None if it leaves the trie."""
-        return self.trie.find(token_ids)
-
     def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
         """Return the ids of the items that end at int [n] nodes."""
         return self.trie.item_ids(nodes)

@@ -106,14 +106,6 @@ class ItemTrie:
     def num_nodes(self) -> int:
         return len(self.tokens)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all arrays."""
-        arrays = [self.first_child, self.tokens, self.terminals, self.values, self.id_keys]
-        arrays += [self.id_order, *(self.id_texts or ())]
-        arrays += [] if self.weights is None else [self.weights]
-        return sum(array.nbytes for array in arrays)
-
     def children(self, nodes: np.ndarray) -> Children:
         """Return the children of int [n] nodes."""
         starts = self.first_child[nodes].astype(np.int64)
@@ -160,16 +152,6 @@ class ItemTrie:
         if self.weights is None:
             return np.zeros(np.shape(nodes), dtype=np.float32)
         return np.asarray(self.weights[self._indices(nodes)])
-
-    def find(self, token_ids: np.ndarray) -> int | None:
-        """Return the node at the end of a path from the root, None if it leaves the trie."""
-        node = ROOT
-        for token_id in token_ids:
-            begin, end = self.first_child[node], self.first_child[node + 1]
-            node = int(begin + np.searchsorted(self.tokens[begin:end], token_id))
-            if node >= end or self.tokens[node] != token_id:
-                return None
-        return node
 
     def find_ids(self, ids: Sequence[ItemId]) -> np.ndarray:
         """Return int32[...], the nodes of all items with one of these ids, ascending."""
@@ -219,14 +201,6 @@ class ItemTrie:
             high = np.where(is_less, high, np.minimum(high, middle))
         is_child = (low < end) & (self.tokens[np.minimum(low, self.num_nodes - 1)] == tokens)
         return np.where(is_child, low, ROOT).astype(np.int32)
-
-    def path(self, node: int) -> list[int]:
-        """Return the tokens from the root to a node."""
-        reverse = []
-        while node != ROOT:
-            reverse.append(int(self.tokens[node]))
-            node = int(self.parents(np.array([node]))[0])
-        return reverse[::-1]
 
     def parents(self, nodes: np.ndarray) -> np.ndarray:
         """Return int32 [n], the parents of int [n] nodes other than the root."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.extras.items.unit import test_trie
@@ -43,7 +42,7 @@ def kind(tmp_path):
 
 def open_catalogue(path: Path) -> Callable[[], Any]:
     trie = open_items(path)
-    return lambda: (trie.num_items, trie.find(np.array([7, 8])), int(trie.values.sum()))
+    return lambda: (trie.num_items, trie.find_all([[7, 8]]).tolist(), int(trie.values.sum()))
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def run_items(
         (candidates,) = best_continuations([step], next_logits(rows), normalize).fetch()
         rows = extended(rows, search.advance(candidates))
         tree = getattr(trie, "trie", trie)
-        assert [tree.find(np.array(row)) for row in rows] == search.nodes.tolist()
+        assert tree.find_all(rows).tolist() == search.nodes.tolist()
     return search
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.extras.items.unit.catalogues import PlainTrie, random_items, trie_of, write
 from vllm_trie.cli import app
 from vllm_trie.extras.items import ItemsError, build_items, open_items, read_items
-from vllm_trie.extras.items.trie import IdTexts, text_key, text_keys
+from vllm_trie.extras.items.trie import ROOT, IdTexts, text_key, text_keys
 from vllm_trie.files.checked_file import PREFIX
 from vllm_trie.lab.tiny_model import model_path
 
@@ -50,11 +50,13 @@ def check_equal(trie, items) -> None:
     assert trie.num_items == len(items)
     assert trie.num_nodes == len(paths)
     for number in list(items.values())[:: max(1, len(items) // 50)]:
-        leaves = [trie.find(np.array(path)) for path, item_id in items.items() if item_id == number]
-        assert trie.find_ids([number]).tolist() == sorted(leaves)
+        leaves = trie.find_all([path for path, item_id in items.items() if item_id == number])
+        assert trie.find_ids([number]).tolist() == sorted(leaves.tolist())
+    places = {path: node for node, path in paths.items()}
     for node in list(paths)[:: max(1, len(paths) // 50)]:
-        assert trie.path(node) == list(paths[node])
-        assert trie.find(np.array(paths[node], dtype=np.int32)) == node
+        assert trie.find_all([paths[node]]).tolist() == [node]
+        if node != ROOT:
+            assert trie.parents(np.array([node])).tolist() == [places[paths[node][:-1]]]
 
 
 @pytest.mark.parametrize("text_ids", [False, True])
@@ -72,10 +74,10 @@ def test_tokens_of_all_sizes_keep_their_order(tmp_path):
     check_equal(trie_of(tmp_path / "items.trie", items), items)
 
 
-def test_find_says_none_outside_of_the_trie(path):
+def test_nothing_is_outside_of_the_trie(path):
     trie = open_items(path)
     for outside in ([0], [5], [1, 6], [1, 2, 3, 4], [4, 1], [2**31 - 1]):
-        assert trie.find(np.array(outside)) is None
+        assert not trie.find_all([outside]).size
     with pytest.raises(ValueError, match="no item ends at node 0"):
         trie.item_ids(np.array([0]))
 
