@@ -236,26 +236,19 @@ def test_the_newer_vllm() -> None:
     assert union["blocks_lost"] == 0
 
 
-@pytest.fixture(scope="module")
-def in_bfloat16() -> dict[str, Any]:
-    return run_program("tests.engine.v2_run", "bfloat16")
-
-
-@pytest.mark.slow
-def test_the_check_at_a_start_sees_faults(in_bfloat16) -> None:
-    """Where tokens that are as likely may change places."""
-    said = in_bfloat16["reasons"]
+def test_the_check_at_a_start_sees_faults(results) -> None:
+    """In bfloat16, where tokens that are as likely may change places."""
+    said = results["reasons"]
     assert said.pop("none") is None
     assert "RuntimeError: adapters of" in said.pop("adapters raise")
     assert all("of a test prompt is" in reason for reason in said.values()), said
     assert "masked" in said["shifted masks"]
-    assert in_bfloat16["new launches"] == []  # a GPU has compiled all that verifies drafts
+    assert results["new launches"] == []  # a GPU has compiled all that verifies drafts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chains", "trees"])
-def test_recorded_text_from_a_model_of_an_8bs_shapes(in_bfloat16, name) -> None:
-    result = in_bfloat16["replayed"][name]
+def test_recorded_text_from_a_model_of_an_8bs_shapes(results, name) -> None:
+    result = results["replayed"][name]
     assert all(result["is_text"])
     assert result["preempted"] > 0
     steps, tokens = result["steps"]
