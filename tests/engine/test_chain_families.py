@@ -38,7 +38,7 @@ from tests.engine.families import (
 from vllm_trie.drafts.engine.verification import compaction
 
 pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
-LONG: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "detokenize": False}
+LONG: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True, "detokenize": False}
 GREEDY = SamplingParams(temperature=0.0, logprobs=0, **LONG)
 SEEDED = [SamplingParams(temperature=1.0, top_k=8, seed=seed, **LONG) for seed in range(4)]
 PREEMPTING_STEPS = (9, 20)

@@ -113,9 +113,9 @@ def run_mixed(
     Returns:
         The number of hypotheses compared with the oracle.
     """
+    texts, params = map(list, zip(*greedy, strict=True))
     alone = [
-        list(llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids)
-        for text, params in greedy
+        list(result.outputs[0].token_ids) for result in llm.generate(texts, params, use_tqdm=False)
     ]
     beams = [request_of(case) for case in cases]
     # One of each kind in turn, then what is left of the longer list.
