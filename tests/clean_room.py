@@ -30,7 +30,8 @@ from vllm_trie.lab.tiny_model import medusa_path, model_path
 PAGES = ("README.md", "docs/cpu.md")
 NOT_RUN = {
     "pip install .": "would replace the plugin that the tests run; tests/engine/test_wheel.py "
-    "builds the wheel and installs it elsewhere"
+    "builds the wheel and installs it elsewhere",
+    "vllm serve MODEL --spec-method ngram_trie": "is run below, with another model",
 }
 """Beginnings of the commands that cannot run here, and why."""
 SHORTER = {
