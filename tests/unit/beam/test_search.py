@@ -98,7 +98,7 @@ def test_long_sequences_cost_a_step_little(prompt):
     rules.apply(np.arange(4), np.zeros(4, dtype=np.float32), [])
     spent, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert spent < 0.1
+    assert spent < 0.3
     assert peak < 1 << 20
 
 
