@@ -74,6 +74,18 @@ def test_what_works_passes(run, work):
     assert outcome.status == "passed", outcome.summary
 
 
+def test_the_speed_of_a_step(run, monkeypatch):
+    monkeypatch.setattr(speed, "BATCH_SIZES", (1, 3))
+    monkeypatch.setitem(speed.METHODS, speed.PEER, None)
+    outcome = run(speed.measure, "float32")
+    assert list(outcome.measured) == ["1", "3"]
+    for row in outcome.measured.values():
+        assert row["plain"] == 1.0
+        assert row["step"].pop("tokens") > 1.5
+        assert row["step"].pop("waits") == 0  # Model Runner V1 counts none
+        assert all(0 < value < 100 for value in row["step"].values())
+
+
 def test_greedy_trees_without_moves_of_kv(run, monkeypatch):
     monkeypatch.setattr(compaction, "compact", lambda *_: None)
     outcome = run(*TREES)

@@ -1,4 +1,5 @@
-"""A short table of speed: plain vLLM, its `ngram`, and `ngram_trie` with its defaults."""
+"""A short table of speed: plain vLLM, its n-grams, and `ngram_trie` with its defaults; and what a
+step of the latter takes on the host."""
 
 from __future__ import annotations
 
@@ -8,15 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.lab.check.engines import NODES, prompts, start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.lab.demo.report import num_parameters
-from vllm_trie.lab.local_engine import generate, interleave, without_memory
+from vllm_trie.lab.local_engine import generate, interleave, trees_of, without_memory
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 BATCH_SIZES = (1, 8, 32)
+PEER = "ngram_gpu" if torch.cuda.is_available() else "ngram"
 METHODS: dict[str, dict[str, object] | None] = {
     "plain": None,
     "ngram_trie": {
@@ -25,7 +28,7 @@ METHODS: dict[str, dict[str, object] | None] = {
         **without_memory("ngram_trie"),
     },
     # The last, as vLLM 0.32 starts no engine on a CPU in a process that has imported numba.
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+    PEER: {"method": PEER, "num_speculative_tokens": 5},
 }
 
 
@@ -48,28 +51,54 @@ def measure(settings: Settings, dtype: str) -> Outcome:
         )
         for name, config in METHODS.items()
     }
-    measured = {}
+    trees = trees_of(engines["ngram_trie"])
+    assert trees is not None
+    measured, steps = {}, {}
     for size in BATCH_SIZES:
         queue = [texts[i % len(texts)] for i in range(size)]
+        trees.totals = TreeStats()
         measured[size] = _speeds(engines, queue, max_tokens, repeats)
-    lines = ["| concurrent requests | plain, tokens/s | `ngram`, 5 tokens | `ngram_trie` |"]
+        steps[size] = _step(trees.totals, size)
+    lines = [f"| concurrent requests | plain, tokens/s | `{PEER}`, 5 tokens | `ngram_trie` |"]
     lines += ["| ---: | ---: | ---: | ---: |"]
     for size, (plain, ratios) in measured.items():
-        lines.append(
-            f"| {size} | {plain:.0f} | {ratios['ngram']:.2f} | {ratios['ngram_trie']:.2f} |"
-        )
+        lines.append(f"| {size} | {plain:.0f} | {ratios[PEER]:.2f} | {ratios['ngram_trie']:.2f} |")
     text = (
         f"Ratios to plain vLLM, {dtype}, medians of {repeats} turns, {max_tokens} greedy tokens "
-        "of the demo's prompts; no method remembers finished requests."
+        "of the demo's prompts; no method remembers finished requests. A step of `ngram_trie`:"
     )
+    names = list(steps[BATCH_SIZES[0]])
+    table = [f"| concurrent requests | {' | '.join(names)} |", "| ---: " * (1 + len(names)) + "|"]
+    for size, step in steps.items():
+        table.append(f"| {size} | {' | '.join(f'{value:.2f}' for value in step.values())} |")
     return Outcome(
         status="passed",
         summary="`ngram_trie` over plain vLLM: "
         + ", ".join(f"{ratios['ngram_trie']:.2f}" for _, ratios in measured.values())
         + f" with {', '.join(map(str, BATCH_SIZES))} requests",
-        details=[*lines, "", text],
-        measured={str(size): {"plain_tokens_per_s": p, **r} for size, (p, r) in measured.items()},
+        details=[*lines, "", text, "", *table],
+        measured={
+            str(size): {"plain_tokens_per_s": plain, **ratios, "step": steps[size]}
+            for size, (plain, ratios) in measured.items()
+        },
     )
+
+
+def _step(totals: TreeStats, num_requests: int) -> dict[str, float]:
+    """Return the means of a step by name: tokens of each request, waits for the device, and the
+    host's milliseconds."""
+    steps = totals.steps / num_requests
+    seconds = {
+        "drafting": totals.drafting_seconds,
+        "around the drafter": totals.bookkeeping_seconds,
+        "placing": totals.preparation_seconds,
+        "verification": totals.verification_seconds,
+    }
+    return {
+        "tokens": totals.tokens / totals.steps,
+        "waits": sum(totals.waits.values()) / steps,
+        **{f"{name}, ms": 1000 * value / steps for name, value in seconds.items()},
+    }
 
 
 def _speeds(
