@@ -22,7 +22,9 @@ USE = """
 import sys
 import vllm_trie
 from vllm import LLM, SamplingParams
+from vllm.model_executor.models import registry
 
+registry._run_in_subprocess = lambda function: function()  # which imports vLLM anew
 assert "site-packages" in vllm_trie.__file__, vllm_trie.__file__
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
 SETTINGS = dict(

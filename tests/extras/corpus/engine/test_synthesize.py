@@ -12,14 +12,24 @@ from tests.processes import run_python
 from vllm_trie.extras.corpus.corpus_file import read_header
 from vllm_trie.lab.tiny_model import model_path
 
+RUN_BOTH = """
+import json, sys
+from vllm_trie.cli import app
+for command in json.loads(sys.argv[1]):
+    app(command, standalone_mode=False)
+"""
+
 
 def test_a_corpus_of_the_models_own_answers(tmp_path):
     corpus, model = tmp_path / "own.corpus", str(model_path())
     questions = tmp_path / "questions.txt"
     questions.write_text("What is a trie?\nWhat is a cache?\n")
-    command = ["-m", "vllm_trie.cli", "corpus", "synthesize", model, "--batch", "16"]
+    other = tmp_path / "asked.corpus"
+    command = ["corpus", "synthesize", model, "--batch", "16"]
     command += ["--question-tokens", "300", "-o"]  # this model ends few questions
-    done = run_python(*command, str(corpus), "--tokens", "1200")
+    free = [*command, str(corpus), "--tokens", "1200"]
+    asked = [*command, str(other), "--tokens", "9000", "--prompts", str(questions)]
+    done = run_python("-c", RUN_BOTH, json.dumps([free, asked]))
     assert "held-out answers, 32 nodes" in done.stdout
     header = read_header(corpus)
     assert header.num_tokens >= 1200
@@ -27,9 +37,7 @@ def test_a_corpus_of_the_models_own_answers(tmp_path):
     answers = [json.loads(line) for line in lines]
     assert sum(len(answer["token_ids"]) for answer in answers) == header.num_tokens
     assert len({answer["question"] for answer in answers}) == len(answers)
-    other = tmp_path / "asked.corpus"
-    asked = run_python(*command, str(other), "--tokens", "9000", "--prompts", str(questions))
-    assert "name more of them" in asked.stderr
+    assert "name more of them" in done.stderr
     assert read_header(other).num_documents == 2
 
     engines = Engines()
