@@ -6,34 +6,33 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.compare import differences, generate, plain_outputs, speculation
+from tests.engine.compare import differences, generate, speculation
 from tests.engine.prompts import prompts
 from vllm_trie.attention import move_slots_in_layers, split_cache
 from vllm_trie.drafts.engine import verifier
 from vllm_trie.drafts.engine.verification import compaction, placement
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
+COUNT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 
 
-def _num_wrong(engine) -> int:
-    some = prompts(12)
-    expected = plain_outputs(engine(), some, GREEDY)
+def _num_wrong(engine, expected) -> int:
     # No prefix cache: what a broken run wrote must not be found by a later one.
     tree = engine(**speculation("test_oracle", 24), enable_prefix_caching=False)
-    return len(differences(expected, generate(tree, some, GREEDY)))
+    return len(differences(expected, generate(tree, prompts(COUNT), GREEDY)))
 
 
-def test_nothing_taken_away(engine):
-    assert _num_wrong(engine) == 0
+def test_nothing_taken_away(engine, expected):
+    assert _num_wrong(engine, expected) == 0
 
 
-def test_without_compaction(engine, monkeypatch):
+def test_without_compaction(engine, expected, monkeypatch):
     monkeypatch.setattr(compaction, "compact", lambda *_: None)
-    assert _num_wrong(engine) > 6
+    assert _num_wrong(engine, expected) > 6
 
 
-def test_with_flat_positions(engine, monkeypatch):
+def test_with_flat_positions(engine, expected, monkeypatch):
     stock = verifier.place_trees
 
     def place_trees_flat(trees, tokens, takes_chains):
@@ -43,7 +42,7 @@ def test_with_flat_positions(engine, monkeypatch):
         return batch
 
     monkeypatch.setattr(verifier, "place_trees", place_trees_flat)
-    assert _num_wrong(engine) > 6
+    assert _num_wrong(engine, expected) > 6
 
 
 def _draw_trees_as(monkeypatch, ancestor_mask) -> None:
@@ -61,18 +60,18 @@ def _draw_trees_as(monkeypatch, ancestor_mask) -> None:
     monkeypatch.setattr(placement, "TreeBatch", build)
 
 
-def test_with_a_causal_mask(engine, monkeypatch):
+def test_with_a_causal_mask(engine, expected, monkeypatch):
     _draw_trees_as(monkeypatch, lambda num_nodes: np.tri(num_nodes, dtype=np.uint64))
-    assert _num_wrong(engine) > 6
+    assert _num_wrong(engine, expected) > 6
 
 
-def test_with_blind_nodes(engine, monkeypatch):
+def test_with_blind_nodes(engine, expected, monkeypatch):
     """Nodes that see the committed text and themselves, not their ancestors."""
     _draw_trees_as(monkeypatch, lambda num_nodes: np.eye(num_nodes, dtype=np.uint64))
-    assert _num_wrong(engine) > 6
+    assert _num_wrong(engine, expected) > 6
 
 
-def test_keys_moved_without_values(engine, monkeypatch):
+def test_keys_moved_without_values(engine, expected, monkeypatch):
     def move_keys(kv_caches, source, target, isa):
         values = [split_cache(kv_cache)[1].clone() for kv_cache in kv_caches]
         move_slots_in_layers(kv_caches, source, target, isa)
@@ -80,4 +79,4 @@ def test_keys_moved_without_values(engine, monkeypatch):
             split_cache(kv_cache)[1].copy_(before)
 
     monkeypatch.setattr(compaction, "move_slots_in_layers", move_keys)
-    assert _num_wrong(engine) > 6
+    assert _num_wrong(engine, expected) > 6
