@@ -25,7 +25,7 @@ from tests.engine.prompts import prompts
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, detokenize=False)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
 COUNT = 16
 HEADS = {"model": str(medusa_path())}
 METHODS = {

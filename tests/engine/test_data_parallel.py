@@ -23,7 +23,7 @@ COMMAND = [
     "--enable-log-requests",
     *("--spec-method", "ngram_trie", "--spec-tokens", "16"),
 ]
-TEXTS = list(texts()[::2])
+TEXTS = list(texts()[::4])
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from vllm_trie.drafts.engine.attention import cpu as cpu_attention
 pytestmark = pytest.mark.usefixtures("test_drafters")
 KERNELS = {"x86-64-v3": "AVX2", "x86-64": "SSE2"}
 """Kernels other than the best one, which all other tests use."""
-GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
-COUNT = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
+COUNT = 16
 
 
 @pytest.fixture

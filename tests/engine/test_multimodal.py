@@ -38,7 +38,7 @@ from tests.engine.conftest import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 IMAGE, SIZE, NUM_QUERIES = "<image>", 56, 8
-NUM_TOKENS, NUM_SEARCHED, WIDTH = 60, 12, 4
+NUM_TOKENS, NUM_SEARCHED, WIDTH = 44, 12, 4
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
 QUESTION = "what is this? " * 8
 """Longer than a KV block."""

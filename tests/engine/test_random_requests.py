@@ -20,7 +20,7 @@ from tests.engine.compare import accepted_tokens, preemptions, speculation
 from tests.engine.prompts import prompts
 from vllm_trie.lab.tiny_model import medusa_path
 
-COUNT, VOCAB_SIZE, LONGEST_PROMPT = 24, 2048, 400
+COUNT, VOCAB_SIZE, LONGEST_PROMPT = 16, 2048, 400
 HEADS = str(medusa_path())
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "parts of prompts": (

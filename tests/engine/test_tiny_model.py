@@ -18,7 +18,7 @@ def test_chat_answers_equal_transformers_and_end(engine):
 
     llm = engine()
     written = json.loads(CODE_PROMPTS.read_text())
-    chats = written["edit"] + written["question"] + written["write"]
+    chats = (written["edit"] + written["question"] + written["write"])[::2]
     outputs = llm.generate(chats, SamplingParams(temperature=0.0, max_tokens=120), use_tqdm=False)
     model = transformers.LlamaForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     for output in outputs:
