@@ -60,15 +60,16 @@ def programs_at_once(rows: int) -> int:
 
 
 def choose_launch(max_queries: int, group: int, head_size: int, dtype: torch.dtype) -> Launch:
-    """Return the smallest launch that takes all rows of a request at once. If none does, return one
-    of 64 rows or the largest below, as more would be wasted.
+    """Return the smallest launch that takes all rows of a request at once. If none does, return the
+    largest of up to 64 rows, as more would be wasted, or of one query.
 
     Raises:
         ValueError: A KV head has more query heads than any launch has rows.
     """
     choices = launches(head_size, dtype)
     fits = [launch for launch in choices if launch.rows >= max_queries * group]
-    several = [launch for launch in choices if group <= launch.rows and launch.rows <= 64]
+    takes_one = [launch for launch in choices if launch.rows >= group]
+    several = [launch for launch in takes_one if launch.rows <= 64] or takes_one[:1]
     if not fits and not several:
         raise ValueError(
             f"tree attention takes at most {choices[-1].rows} query heads for a KV head in "

@@ -45,6 +45,13 @@ def test_likeliest_of_any_shape(dtype, vocab_size, values, seed):
     torch.testing.assert_close(torch.from_numpy(probabilities), softmax, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("value", [1e4, 1e8, 1e10])
+def test_probabilities_of_large_logits(value):
+    logits = torch.zeros(2, 1000)
+    logits[:, 3] = logits[:, 700] = value
+    assert likeliest(logits, ROW_TOKENS)[1][:, :2].ravel().tolist() == pytest.approx([0.5] * 4)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_rows_without_a_distribution_have_no_probabilities(value):
     logits = torch.zeros(2, 1000)

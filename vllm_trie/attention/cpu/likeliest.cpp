@@ -68,10 +68,10 @@ class Row {
       total_ *= std::exp(double{largest_} - maximum);
       largest_ = maximum;
     }
-    const Floats shift = broadcast(largest_ * kLog2E);
+    const Floats shift = broadcast(largest_);
     Floats sums = {};
     for (i = 0; i + kLanes <= size; i += kLanes)
-      sums += exp2_nonpositive(load_floats(values + i) * kLog2E - shift);
+      sums += exp2_nonpositive((load_floats(values + i) - shift) * kLog2E);
     for (; i < size; ++i) total_ += std::exp(to_float(values[i]) - largest_);
     total_ += sum(sums);
   }

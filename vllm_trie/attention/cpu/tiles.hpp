@@ -43,7 +43,7 @@ class TileScope {
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     };
-    const Configuration configuration;
+    static const Configuration configuration;  // of a local one GCC 12 may leave stores out
     _tile_loadconfig(&configuration);
   }
   ~TileScope() {

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from vllm_trie.drafts.ngrams.native import NativeRecycled
 from vllm_trie.drafts.text_store import salt_digest
 
-MIN_SCOPES = 1024
+MIN_SCOPES, MAX_SCOPES = 1024, 1 << 16
 
 
 class Recycling:
@@ -23,7 +23,7 @@ class Recycling:
     """
 
     def __init__(self, max_contexts: int, max_num_seqs: int) -> None:
-        self._max_scopes = max(MIN_SCOPES, max_num_seqs)
+        self._max_scopes = min(max(MIN_SCOPES, max_num_seqs), MAX_SCOPES)
         self.table = NativeRecycled(max(max_contexts, self._max_scopes), self._max_scopes)
         self._scopes: OrderedDict[bytes, int] = OrderedDict()  # by the salt's digest
 

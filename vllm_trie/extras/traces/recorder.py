@@ -84,7 +84,7 @@ class TraceRecorder(StepObserver):
                 self._followed[request.req_id] = self._follow(request, params, num_files)
                 num_files += 1
             except Exception as error:
-                logger.warning("vllm-trie: no trace of request %s: %s", request.req_id, error)
+                logger.warning("vllm-trie: no trace of request %r: %s", request.req_id, error)
 
     def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Write a step of each followed request that got tokens."""
@@ -171,7 +171,7 @@ class TraceRecorder(StepObserver):
         return _Followed(file, writer, params, time.perf_counter())
 
     def _give_up(self, request_id: str, error: Exception) -> None:
-        logger.warning("vllm-trie: the trace of request %s ends: %s", request_id, error)
+        logger.warning("vllm-trie: the trace of request %r ends: %s", request_id, error)
         with suppress(OSError):
             self._followed.pop(request_id).file.close()
 

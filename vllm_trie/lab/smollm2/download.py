@@ -63,6 +63,8 @@ def fetch() -> Path:
     try:
         cache = cache_folder()
         folder = cache / _FOLDER
+        if _is_complete(folder):  # which may be read-only
+            return folder
         with open(cache / f"{_FOLDER}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_complete(folder):
@@ -117,7 +119,8 @@ def _make(folder: Path) -> None:
 def _search_path(packages: Path) -> str:
     """Return a `PYTHONPATH` in which the packages and this one come first."""
     here = Path(__file__).resolve().parents[3]
-    return os.pathsep.join([str(packages), str(here), *os.environ.get("PYTHONPATH", "").split()])
+    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join([str(packages), str(here), *before])
 
 
 def _run(arguments: Sequence[str], problem: str, advice: str, environment: dict[str, str]) -> None:

@@ -1,6 +1,8 @@
 #include "index.hpp"
 
 #include <algorithm>
+#include <cstdint>
+#include <stdexcept>
 
 namespace ngram {
 
@@ -188,6 +190,7 @@ int32_t Index::new_node(int32_t parent, int32_t token, int32_t doc, int32_t pos)
     const Node node = {token, parent, kNone, kNone, 1, 0, pos, {doc}};
     const Upkeep upkeep = {kNone, kNone, 1, doc, false};
     if (free_nodes_.empty()) {
+        if (nodes_.size() > INT32_MAX) throw std::length_error("an index has 2^31 nodes at most");
         nodes_.push_back(node);
         upkeep_.push_back(upkeep);
         return static_cast<int32_t>(nodes_.size()) - 1;
