@@ -46,7 +46,7 @@ def count_calls(monkeypatch, runner, *names: str) -> Counter[str]:
 
 
 def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
-    expected = plain_outputs(engine(), prompts(8), GREEDY)
+    expected = plain_outputs(engine(), prompts(4), GREEDY)
     llm = engine(**speculation("test_oracle", 16, node_budget="adaptive"))
     runner = runner_of(llm)
     calls = count_calls(
@@ -58,7 +58,7 @@ def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
     )
     totals = trees_of(llm).totals
     before = totals.steps, totals.tokens
-    assert differences(expected, generate(llm, prompts(8), GREEDY, 1)) == []
+    assert differences(expected, generate(llm, prompts(4), GREEDY, 1)) == []
     assert 0 < calls["_calc_spec_decode_metadata"] <= calls["propose_draft_token_ids"]
     # Four of nine steps draft.
     assert calls["propose_draft_token_ids"] / calls["_prepare_inputs"] == pytest.approx(
