@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import re
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,24 @@ def test_a_release_is_fetched_once(index: Path, tmp_path: Path, monkeypatch: Any
         if given == "0.99":
             wheel.unlink()
     assert [path.name for path in (tmp_path / "cache" / "wheels").iterdir()] == [wheel.name]
+
+
+def test_a_part_of_a_wheel_is_not_trusted(index: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    wheel = make_wheel(index, "0.99.0")
+
+    def interrupt(command: list[str], **_: Any) -> None:
+        folder = Path(command[command.index("--dest") + 1])
+        (folder / wheel.name).write_bytes(wheel.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(other_vllm.subprocess, "run", interrupt)
+        patch.setattr(tempfile.TemporaryDirectory, "cleanup", lambda _: None)  # as if killed
+        with pytest.raises(KeyboardInterrupt):
+            other_vllm.download("0.99.0", lambda _: None)
+    fetched = other_vllm.download("0.99.0", lambda _: None)
+    assert fetched == tmp_path / "cache" / "wheels" / wheel.name
+    assert fetched.read_bytes() == wheel.read_bytes()
 
 
 def test_what_cannot_be_read_is_said(index: Path, tmp_path: Path) -> None:

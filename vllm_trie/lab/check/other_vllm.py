@@ -11,6 +11,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -112,16 +113,20 @@ def download(version: str, say: Callable[[str], None]) -> Path:
     folder = cache_folder() / "wheels"
     if (wheel := _downloaded(folder, version)) is None:
         say(f"downloading vLLM {version} to {folder}")
-        command = [*_PIP, "--only-binary", ":all:", "--dest", str(folder), f"vllm=={version}"]
-        done = subprocess.run(
-            [sys.executable, "-m", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode or (wheel := _downloaded(folder, version)) is None:
-            raise RefusedError(_why_not(version, done.stdout))
+        folder.mkdir(exist_ok=True)
+        # An interrupted download must not be taken for the wheel.
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            command = [*_PIP, "--only-binary", ":all:", "--dest", temporary, f"vllm=={version}"]
+            done = subprocess.run(
+                [sys.executable, "-m", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            if done.returncode or (whole := _downloaded(Path(temporary), version)) is None:
+                raise RefusedError(_why_not(version, done.stdout))
+            wheel = whole.rename(folder / whole.name)
     return wheel
 
 
