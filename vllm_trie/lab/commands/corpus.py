@@ -139,7 +139,7 @@ def _read_documents(path: Path, encode: Callable[[str], list[int]]) -> Iterator[
             )
         yield _as_tokens(array, path)
     elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _read_line(line, f"{path}, line {number}", encode)
@@ -151,16 +151,24 @@ def _read_documents(path: Path, encode: Callable[[str], list[int]]) -> Iterator[
         yield np.array(encode(text), dtype=np.int32)
 
 
-def _read_line(line: str, where: str, encode: Callable[[str], list[int]]) -> np.ndarray:
+def _read_line(line: bytes, where: str, encode: Callable[[str], list[int]]) -> np.ndarray:
     try:
-        document = json.loads(line)
-    except json.JSONDecodeError as error:
+        document = json.loads(line.decode())
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
-    if isinstance(document, dict) and isinstance(document.get("text"), str):
-        return np.array(encode(document["text"]), dtype=np.int32)
+    text = document.get("text") if isinstance(document, dict) else None
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where} has a lone surrogate in 'text', {text[error.start]!r}, which is no "
+                "character; remove it"
+            ) from None
+        return np.array(encode(text), dtype=np.int32)
     tokens = document.get("token_ids") if isinstance(document, dict) else None
     if isinstance(tokens, list) and all(type(token) is int for token in tokens):
-        return _as_tokens(np.array(tokens, dtype=np.int64), where)
+        return _as_tokens(np.array(tokens, dtype=object), where)  # of any size
     raise ValueError(f"{where} has neither 'text' (a string) nor 'token_ids' (integers)")
 
 

@@ -63,9 +63,6 @@ class AnswersFile:
     def _read(self, settings: dict[str, object]) -> Iterator[Answer]:
         content = self.path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
         try:
             first, *lines = content[:whole].decode().splitlines()
             written = json.loads(first)["settings"]
@@ -82,4 +79,7 @@ class AnswersFile:
                 f"{self.path} holds answers of other settings ({values}); use the same, move the "
                 "file away, or name another --output"
             )
+        if whole < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
         yield from answers

@@ -158,7 +158,7 @@ def read_questions(path: Path) -> list[str]:
     Raises:
         ValueError: The file has no question, or a line without one.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     if path.suffix == ".jsonl":
         lines = [_question(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
     if not lines:

@@ -163,6 +163,9 @@ def test_the_commands(tmp_path):
         ("a.jsonl", json.dumps({"body": "x"}).encode(), "line 1 has neither 'text'"),
         ("a.jsonl", json.dumps({"token_ids": [1, -2]}).encode(), "token ids outside of"),
         ("a.jsonl", json.dumps({"token_ids": [99]}).encode(), "has token 99"),
+        ("a.jsonl", json.dumps({"token_ids": [10**30]}).encode(), "1 has token ids outside of"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "a.jsonl, line 2 has a lone surrogate"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl, line 2 is not JSON: 'utf-8'"),
         ("a.txt", b"\xff\xfe", "not UTF-8"),
     ],
 )

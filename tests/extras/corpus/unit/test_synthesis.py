@@ -123,20 +123,23 @@ def test_answers_of_other_settings_are_refused(tmp_path):
     AnswersFile(tmp_path / "a", SETTINGS)
     with pytest.raises(ValueError, match=r"other settings \(seed 1, now 2\)"):
         AnswersFile(tmp_path / "a", {**SETTINGS, "seed": 2})
-    (tmp_path / "b").write_text("a letter\n")
-    with pytest.raises(ValueError, match="not a file of synthesized answers"):
-        AnswersFile(tmp_path / "b", SETTINGS)
+    for content in ("a letter\n", "a letter\nwithout an end", '{"settings": {}}\n{"cut'):
+        (tmp_path / "b").write_text(content)
+        with pytest.raises(ValueError, match=r"not a file of synthesized answers|other settings"):
+            AnswersFile(tmp_path / "b", SETTINGS)
+        assert (tmp_path / "b").read_text() == content
 
 
 def test_files_of_questions(tmp_path):
     def read(content: str, suffix: str = ".jsonl") -> list[str]:
         path = tmp_path / f"questions{suffix}"
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
         return read_questions(path)
 
     assert read("one\n\ntwo\none\n", ".txt") == ["one", "two"]
     assert read('{"prompt": "one"}\n{"turns": ["two", "more"]}\n') == ["one", "two"]
     assert read('{"question": "one"}\n{"text": "two"}\n') == ["one", "two"]
+    assert read('{"text": "one\u2028line\x85"}\n') == ["one\u2028line\x85"]
     for content, message in (
         ("", "no question"),
         ("{", "line 1 is not JSON"),
