@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from vllm_trie.extras.heads.heads import HeadsShape
-from vllm_trie.extras.heads.training import Encoder, TokenRows, Trainer, TrainingPlan, read_tokens
+from vllm_trie.extras.heads.training import (
+    Encoder,
+    TokenRows,
+    Trainer,
+    TrainingPlan,
+    command,
+    read_tokens,
+)
 from vllm_trie.extras.heads.training.states import StateCache
 from vllm_trie.extras.heads.training.text import find_files, split_rows
 
@@ -22,6 +33,8 @@ class CountingModel:
 
     device = torch.device("cpu")
     path = "counting"
+    hidden_size, vocab_size = HIDDEN, VOCAB
+    encoder = Encoder(lambda text: [ord(c) % VOCAB for c in text], lambda text: [1], None, VOCAB)
 
     def __init__(self) -> None:
         self.passes = 0
@@ -46,7 +59,7 @@ def make_trainer(shape: HeadsShape = SHAPE, rows=None, steps: int = 60, **change
     torch.manual_seed(0)
     plan = TrainingPlan(steps=steps, batch_rows=4, learning_rate=2e-2, warmup_steps=5, **changes)
     rows = counting_rows() if rows is None else rows
-    return Trainer(CountingModel(), TokenRows(rows.ravel(), LENGTH), plan, shape)
+    return Trainer(CountingModel(), TokenRows(rows.ravel(), rows.shape[1]), plan, shape)
 
 
 def run(trainer: Trainer, until: int) -> None:
@@ -90,6 +103,13 @@ def test_resuming_something_else_is_refused():
         other.resume(state)
     with pytest.raises(ValueError, match="another shape"):
         other.start_from(make_trainer().heads)
+    with pytest.raises(ValueError, match=r"settings: text='\w+' \(before: '\w+'\); give the same"):
+        make_trainer(rows=counting_rows()[::-1], steps=12).resume(state)
+    with pytest.raises(ValueError, match=rf"context={LENGTH // 2} \(before: {LENGTH}\)"):
+        make_trainer(rows=counting_rows().reshape(-1, LENGTH // 2), steps=12).resume(state)
+    state["settings"]["output_weight"] = "another"
+    with pytest.raises(ValueError, match=r"settings: output_weight='\w+' \(before: 'another'\)"):
+        make_trainer(steps=12).resume(state)
 
 
 def test_heads_for_the_most_frequent_tokens():
@@ -164,7 +184,7 @@ def test_text_files_and_token_files(tmp_path):
     lines = [{"text": "c"}, {"token_ids": [7, 8]}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
 
-    encoder = Encoder(lambda text: list(map(ord, text)), lambda question: [1, len(question)], 0)
+    encoder = Encoder(lambda text: list(map(ord, text)), lambda text: [1, len(text)], 0, 9)
     tokens = read_tokens(find_files([tmp_path]), encoder)
     assert tokens.tolist() == [97, 98, 0, 99, 0, 7, 8, 0]
     answers = [{"settings": {}}, {"question": "abc", "token_ids": [7, 0]}]
@@ -172,9 +192,23 @@ def test_text_files_and_token_files(tmp_path):
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, answers)))
     tokens = read_tokens([tmp_path / "b.jsonl"], encoder)
     assert tokens.tolist() == [~1, ~3, 7, 0, ~1, ~0, 99, 0]
-    (tmp_path / "b.jsonl").write_text("[]\n")
-    with pytest.raises(ValueError, match=r"line 1: expected"):
-        read_tokens(find_files([tmp_path]), encoder)
+    # JSON may have what Python takes for ends of lines, and users a key of the first line's name.
+    mine = [{"text": "\u2028\x85", "settings": 1}, {"settings": 2, "text": "c"}]
+    lines = [json.dumps(item, ensure_ascii=False) for item in mine]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert read_tokens([tmp_path / "b.jsonl"], encoder).tolist() == [0x2028, 0x85, 0, 99, 0]
+    for content, message in (
+        (b"[]\n", r"line 1: expected"),
+        (b'{"text": "a"}\n{"settings": {}}', r"line 2: expected"),
+        (b'{"text": "a"}\n{"text": "\xff"}', r"line 2: expected"),
+        (b'{"token_ids": [9]}', r"b\.jsonl, line 1: 'token_ids' must be .* in \[0, 9\)"),
+        (b'\n{"token_ids": [-1]}', r"line 2: 'token_ids'"),
+        (b'{"token_ids": 3}', r"line 1: 'token_ids'"),
+        (b'{"token_ids": [1.5]}', r"line 1: 'token_ids'"),
+    ):
+        (tmp_path / "b.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_tokens(find_files([tmp_path]), encoder)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find_files([tmp_path / "absent"])
 
@@ -185,3 +219,70 @@ def test_validation_rows_are_not_trained_on():
     assert len(held) == 20
     with pytest.raises(ValueError, match="too few"):
         split_rows(np.arange(12, dtype=np.int32), 10, 0.2)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """`vllm-trie medusa train` on the stand-in; returns its exit code and output."""
+    monkeypatch.setattr(command, "_load_backbone", lambda *_: CountingModel())
+
+    def run_command(data: Path, *options: str) -> tuple[int, str]:
+        arguments = ["train", "--model", "counting", "--data", str(data)]
+        arguments += ["--out", str(tmp_path / "out"), "--steps", "8", "--batch", "4"]
+        result = CliRunner().invoke(command.app, [*arguments, "--context", str(LENGTH), *options])
+        return result.exit_code, result.output.replace("\n", " ")
+
+    return run_command
+
+
+def write_data(path: Path, rows: np.ndarray) -> Path:
+    path.write_text(json.dumps({"token_ids": rows.ravel().tolist()}))
+    return path
+
+
+def test_a_run_on_another_text_is_not_resumed(tmp_path, train):
+    data = write_data(tmp_path / "a.jsonl", counting_rows())
+    assert train(data, "--outputs", "20")[0] == 0
+    code, said = train(data, "--outputs", "20")
+    assert code == 0
+    assert "resumed at step 8 of 8: nothing is left to train" in said
+    other = write_data(tmp_path / "b.jsonl", counting_rows()[::-1])
+    code, said = train(other, "--outputs", "20")
+    assert code == 1
+    assert f"{tmp_path / 'out' / command.STATE_FILE}: cannot resume with other" in said
+    assert "or --no-resume" in said
+    assert train(other, "--outputs", "20", "--no-resume")[0] == 0
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, train, monkeypatch):
+    def allocate(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    data = write_data(tmp_path / "a.jsonl", counting_rows(16))
+    assert "warning" not in train(data)[1]
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    code, said = train(data, "--no-resume")
+    assert code == 0, said
+    assert "cannot keep hidden states" in said
+    assert "No space left" in said
+    assert not list((tmp_path / "out").glob("*.cache"))
+
+
+def test_the_cache_has_its_space_before_it_is_written_to(tmp_path):
+    StateCache(tmp_path, CountingModel(), counting_rows(4096))
+    for file in tmp_path.iterdir():
+        assert file.stat().st_blocks * 512 >= file.stat().st_size >= 4096 * LENGTH * 4
+
+
+def test_an_error_of_the_system_or_of_torch_has_no_traceback(tmp_path, train, monkeypatch):
+    data = write_data(tmp_path / "a.jsonl", counting_rows())
+    for error in (RuntimeError("out of memory"), PermissionError("not yours")):
+
+        def load(*_: object, raised: Exception = error) -> None:
+            raise raised
+
+        monkeypatch.setattr(command, "_load_backbone", load)
+        assert train(data) == (1, f"error: {error} ")

@@ -38,7 +38,7 @@ class Backbone:
     @property
     def encoder(self) -> Encoder:
         """Return the tokenizer's, for texts that may be longer than the model's context."""
-        return Encoder(self._encode, self._encode_question, self.eos_token_id)
+        return Encoder(self._encode, self._encode_question, self.eos_token_id, self.vocab_size)
 
     def _encode(self, text: str) -> list[int]:
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_trie.command_errors import errors_end_the_command
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -72,11 +74,8 @@ def train(
 
     if threads:
         torch.set_num_threads(threads)
-    try:
+    with errors_end_the_command():
         _train(**{k: v for k, v in locals().items() if k not in ("torch", "threads")})
-    except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 def _train(
@@ -120,7 +119,16 @@ def _train(
     )
     out.mkdir(parents=True, exist_ok=True)
     rows = TokenRows(tokens, context, seed)
-    cache = StateCache(out, backbone, rows.rows) if steps * batch > rows.num_rows else None
+    cache = None
+    if steps * batch > rows.num_rows:
+        try:
+            cache = StateCache(out, backbone, rows.rows)
+        except OSError as error:
+            typer.echo(
+                f"warning: --out {out} cannot keep hidden states ({error}), so each epoch computes "
+                "them again; free space there, or name an --out on another disk",
+                err=True,
+            )
     trainer = Trainer(backbone, rows, plan, shape, cache)
     if init is not None:
         loaded = load_checkpoint(
@@ -172,8 +180,12 @@ def _run(
 
     steps = trainer.plan.steps
     if resume and state_path.exists():
-        trainer.resume(torch.load(state_path, map_location="cpu", weights_only=True))
-        typer.echo(f"resumed at step {trainer.step} of {steps}")
+        try:
+            trainer.resume(torch.load(state_path, map_location="cpu", weights_only=True))
+        except ValueError as error:
+            raise ValueError(f"{state_path}: {error}") from error
+        left = "" if trainer.step < steps else ": nothing is left to train; --no-resume trains anew"
+        typer.echo(f"resumed at step {trainer.step} of {steps}{left}")
     average: list[float] = []
     with tqdm(
         total=steps * step_tokens,

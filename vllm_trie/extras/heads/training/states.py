@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
+import os
+from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +25,18 @@ class FrozenModel(Protocol):
     def predictions(self, hidden: Tensor) -> Tensor: ...
 
 
+def training_inputs(model: FrozenModel, rows: np.ndarray) -> dict[str, Any]:
+    """Identify what a run trains on: the text, as rows, and the model."""
+    # Further training of a model changes every row of its output layer; reading all takes long.
+    weights = model.output_weight[::64].cpu().numpy()
+    return {
+        "text": sha256(rows.tobytes()).hexdigest()[:16],
+        "context": rows.shape[1],
+        "model": model.path,
+        "output_weight": sha256(weights.tobytes()).hexdigest()[:16],
+    }
+
+
 class StateCache:
     """Hidden states and the model's predictions for each row of a text.
 
@@ -37,13 +51,20 @@ class StateCache:
             folder: Theirs; must exist.
             model: Stays as it is.
             rows: int32 [rows, length], as in `TokenRows`.
+
+        Raises:
+            OSError: They cannot be made, for example for lack of space.
         """
         self._model = model
-        digest = hashlib.sha256(rows.tobytes() + model.path.encode()).hexdigest()[:16]
+        digest = sha256(repr(training_inputs(model, rows)).encode()).hexdigest()[:16]
         hidden_size = model.output_weight.shape[1]
         self._files = [folder / f"{name}-{digest}.cache" for name in ("states", "predictions")]
-        self._states = _open(self._files[0], np.dtype(np.int16), (*rows.shape, hidden_size))
-        self._predictions = _open(self._files[1], np.dtype(np.int32), rows.shape)
+        try:
+            self._states = _open(self._files[0], np.dtype(np.int16), (*rows.shape, hidden_size))
+            self._predictions = _open(self._files[1], np.dtype(np.int32), rows.shape)
+        except OSError:
+            self.delete()
+            raise
 
     def rows(self, numbers: np.ndarray, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return states [rows, length, hidden_size] and predictions int64 [rows, length].
@@ -70,6 +91,9 @@ class StateCache:
 
 
 def _open(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    mode: Literal["r+", "w+"] = "r+" if file.exists() else "w+"
-    mapped: np.ndarray = np.memmap(str(file), dtype=dtype, mode=mode, shape=shape)
-    return mapped  # a new file is sparse, and reads as zeros
+    file.touch()
+    with file.open("r+b") as opened:
+        # A full disk would kill the process where it writes to a sparse file's memory.
+        os.posix_fallocate(opened.fileno(), 0, math.prod(shape) * dtype.itemsize)
+    mapped: np.ndarray = np.memmap(str(file), dtype=dtype, mode="r+", shape=shape)
+    return mapped  # a new file reads as zeros

@@ -24,6 +24,7 @@ class Encoder(NamedTuple):
     chat: Encode
     """Returns a chat of one user's turn, up to where the answer begins."""
     eos_token_id: int | None
+    vocab_size: int
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
@@ -72,20 +73,33 @@ def _texts(file: Path, encoder: Encoder) -> Iterator[tuple[Sequence[int], Sequen
     if file.suffix != ".jsonl":
         yield (), encode(file.read_text(encoding="utf-8", errors="replace"))
         return
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            if "settings" in item:  # of `vllm-trie corpus synthesize`
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
                 continue
-            tokens = item["token_ids"] if "token_ids" in item else encode(item["text"])
-            question = item.get("question")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{file}, line {number}: expected an object with 'text' or 'token_ids'"
-            ) from error
-        yield () if question is None else encoder.chat(question), tokens
+            try:
+                item = json.loads(line.decode())
+                if number == 1 and set(item) == {"settings"}:  # of `vllm-trie corpus synthesize`
+                    continue
+                tokens = item["token_ids"] if "token_ids" in item else encode(item["text"])
+                question = item.get("question")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{file}, line {number}: expected an object with 'text' or 'token_ids'"
+                ) from error
+            if "token_ids" in item and not _are_tokens(tokens, encoder.vocab_size):
+                raise ValueError(
+                    f"{file}, line {number}: 'token_ids' must be a list of integers in "
+                    f"[0, {encoder.vocab_size}), the model's vocabulary; tokenize the text with "
+                    "the model's tokenizer, or give 'text'"
+                )
+            yield () if question is None else encoder.chat(question), tokens
+
+
+def _are_tokens(value: object, vocab_size: int) -> bool:
+    return isinstance(value, list) and all(
+        type(token) is int and 0 <= token < vocab_size for token in value
+    )
 
 
 class TokenRows:

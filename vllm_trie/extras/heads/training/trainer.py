@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_trie.extras.heads.heads import HeadsShape, MedusaHeads
-from vllm_trie.extras.heads.training.states import FrozenModel, StateCache
+from vllm_trie.extras.heads.training.states import FrozenModel, StateCache, training_inputs
 from vllm_trie.extras.heads.training.text import TokenRows
 
 _IGNORED = -100
@@ -77,6 +77,7 @@ class Trainer:
         than tokens; `cache` keeps the hidden states of `rows`."""
         self.backbone, self.plan = backbone, plan
         self._rows, self._cache = rows, cache
+        self._settings = {**asdict(plan), **training_inputs(backbone, rows.rows)}
         self.heads = MedusaHeads(shape).to(backbone.device)
         self._outputs = torch.arange(shape.vocab_size, device=backbone.device)
         output = backbone.output_weight
@@ -207,23 +208,24 @@ class Trainer:
             "heads": self.heads.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
-            "plan": asdict(self.plan),
+            "settings": self._settings,
         }
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a state.
 
         Raises:
-            ValueError: It belongs to another plan or another shape of heads.
+            ValueError: It belongs to another plan, text, model or shape of heads.
         """
-        plan = asdict(self.plan)
-        different = [name for name in plan if state["plan"].get(name) != plan[name]]
+        settings, before = self._settings, state.get("settings", {})
+        different = [name for name in settings if before.get(name) != settings[name]]
         if different:
             named = ", ".join(
-                f"{name}={plan[name]!r} (before: {state['plan'].get(name)!r})" for name in different
+                f"{name}={settings[name]!r} (before: {before.get(name)!r})" for name in different
             )
             raise ValueError(
-                f"cannot resume with other settings: {named}; give the same ones, or another --out"
+                f"cannot resume with other settings: {named}; give the same --data and settings, "
+                "another --out, or --no-resume to begin anew"
             )
         try:
             self.heads.load_state_dict(state["heads"])
