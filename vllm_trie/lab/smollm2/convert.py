@@ -5,15 +5,20 @@ Needs the packages `gguf` and `accelerate`, which :mod:`vllm_trie.lab.smollm2.do
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
 
 def convert(source: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF file as a Hugging Face folder, in bfloat16."""
+    import gguf  # type: ignore[import-not-found]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    # Transformers reads the file three times, and maps names anew for each module.
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
     parent, gguf_file = str(source.parent), source.name
     model = AutoModelForCausalLM.from_pretrained(
         parent,
