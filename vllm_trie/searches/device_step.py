@@ -148,14 +148,12 @@ def children_on_device(
     Args:
         best: Continuations of all beams.
         places: int64 [searches, beams], the place of each beam.
-        stop_token_ids: No child ends with one.
+        stop_token_ids: No child ends with one; a few.
     """
     searches, width = places.shape
     continues = best.scores > -torch.inf
-    if stop_token_ids:
-        stops = to_device(np.unique(stop_token_ids), places.device)
-        nearest = torch.searchsorted(stops, best.token_ids).clamp_(max=len(stops) - 1)
-        continues &= stops[nearest] != best.token_ids
+    for stop_token_id in stop_token_ids:
+        continues &= best.token_ids != stop_token_id
     chosen = (~continues).sort(stable=True).indices[:, :width]
     exists = continues.gather(1, chosen)
     # A child that does not exist has a parent that nobody is.

@@ -20,6 +20,9 @@ from vllm_trie.searches.engine.scheduler.group_rules import GroupRules
 from vllm_trie.searches.engine.search_wire import TokenSelection
 from vllm_trie.searches.search import StopStringFinder
 
+_MOST_STOPS_ON_DEVICE = 8
+"""Stop tokens of a search that the device takes further by itself: each is two launches a step."""
+
 
 class TokenSearch(GroupSearch):
     """A search of tokens.
@@ -49,7 +52,10 @@ class TokenSearch(GroupSearch):
         draws_of_all = params.logprobs is None and search.draws(0) is not None
         self._takes_best_of_all = not params.logprobs and (search.takes_best_of_all or draws_of_all)
         takes_best = self._takes_best_of_all and not settings.do_sample
-        self.is_plain = takes_best and rules is None and not search.finds_stop_strings
+        has_few_stops = len(settings.stop_token_ids) <= _MOST_STOPS_ON_DEVICE
+        self.is_plain = (
+            takes_best and rules is None and not search.finds_stop_strings and has_few_stops
+        )
 
     def selection(self, proxy_id: str, rows: np.ndarray) -> TokenSelection:
         rules = None if self._rules is None else self._rules.of(rows)
