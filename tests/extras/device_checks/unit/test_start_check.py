@@ -223,7 +223,9 @@ def _check_on_rank(said: Any, number: int, file: Path) -> None:
 
 def test_a_rank_that_raises_leaves_none_waiting(tmp_path) -> None:
     """In each step, and in each exchange of drafts."""
-    context = multiprocessing.get_context("fork")
+    # Not from this process, whose threads, of other tests, may hold a lock that a fork copies.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     said = context.SimpleQueue()
     arguments = [(said, number, tmp_path / "group") for number in range(2)]
     ranks = [context.Process(target=_check_on_rank, args=of_rank) for of_rank in arguments]
