@@ -77,7 +77,7 @@ def test_greedy(engine, pauses, method):
     totals = trees_of(tree).totals
     before = totals.tokens - totals.steps
     assert differences(expected, generate(tree, prompts(8), GREEDY, 5)) == []
-    assert totals.tokens - totals.steps > before + 8  # drafts were accepted in between
+    assert totals.tokens - totals.steps > before + 12  # drafts were accepted in between
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,9 @@ def test_thinking_budgets_beside_other_requests(engine, pauses):
     for verification in "tree", "chain":
         drafting = speculation("test_oracle", 24, node_budget="adaptive", verification=verification)
         llm = engine(**drafting, **thinking)
+        before = accepted_tokens(llm)
         for limited in range(0, 6, 2), range(1, 6, 2), range(5, 6):
             params = [brief if index in limited else GREEDY for index in range(6)]
             mixed = [(shortened if index in limited else expected)[index] for index in range(6)]
             assert differences(mixed, generate(llm, prompts(6), params)) == []
-        assert accepted_tokens(llm) > 12
+        assert accepted_tokens(llm) > before + 12
