@@ -67,14 +67,14 @@ def choose_launch(max_queries: int, group: int, head_size: int, dtype: torch.dty
         ValueError: A KV head has more query heads than any launch has rows.
     """
     choices = launches(head_size, dtype)
-    fits = [launch for launch in choices if launch.rows >= max_queries * group]
     takes_one = [launch for launch in choices if launch.rows >= group]
-    several = [launch for launch in takes_one if launch.rows <= 64] or takes_one[:1]
-    if not fits and not several:
+    if not takes_one:
         raise ValueError(
             f"tree attention takes at most {choices[-1].rows} query heads for a KV head in "
             f"{dtype}; the model has {group}, rounded up to a power of 2"
         )
+    fits = [launch for launch in takes_one if launch.rows >= max_queries * group]
+    several = [launch for launch in takes_one if launch.rows <= 64] or takes_one[:1]
     return fits[0] if fits else several[-1]
 
 

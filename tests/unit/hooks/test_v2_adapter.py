@@ -303,7 +303,7 @@ def test_a_text_ends_where_the_scheduler_ends_it(steps, params, sampled, counted
     if "max_tokens" not in params:  # no draft is longer
         # Model Runner V1 keeps what the step has computed behind the end.
         token_ids = np.array([7, 8, 11, *sampled], dtype=np.int32)
-        whole = ended_request(text.constant, text.params, token_ids, may_draft=True)
+        whole = ended_request(text.constant, text.params, token_ids)
         assert whole.token_ids.tolist() == [7, 8, 11, *sampled[:counted]]
 
 

@@ -127,7 +127,7 @@ def draft_request(
 
 
 def ended_request(
-    constant: Mapping[str, Any], params: SamplingParams, token_ids: np.ndarray, may_draft: bool
+    constant: Mapping[str, Any], params: SamplingParams, token_ids: np.ndarray
 ) -> DraftRequest:
     """Return a request that has ended as drafters see it.
 
@@ -135,17 +135,15 @@ def ended_request(
         constant: See :func:`constant_fields`.
         params: Of the request.
         token_ids: int32 [num_tokens], prompt and output; what a step computed behind the token that
-            ended the request is left out.
-        may_draft: Whether the request might have drafts. If not, drafters see no text. It may end a
-            session that had drafts before, so they have something to forget.
+            ended the request is left out. Empty where the request never gets drafts: it may end a
+            session that had some, which drafters have to forget.
     """
     first = constant["num_prompt_tokens"]
-    text = token_ids if may_draft else token_ids[:0]
     stops = [params.eos_token_id, *(params.stop_token_ids or ())]
-    ends = np.flatnonzero(np.isin(text[first:], [stop for stop in stops if stop is not None]))
+    ends = np.flatnonzero(np.isin(token_ids[first:], [stop for stop in stops if stop is not None]))
     if len(ends):
-        text = text[: first + ends[0] + 1]
-    return DraftRequest(token_ids=text, max_nodes=0, max_depth=0, **constant)
+        token_ids = token_ids[: first + ends[0] + 1]
+    return DraftRequest(token_ids=token_ids, max_nodes=0, max_depth=0, **constant)
 
 
 def ends_with(params: SamplingParams, token: int) -> bool:

@@ -140,12 +140,13 @@ class V1Speculation(Adapter):
         for request_id in request_ids:
             state, ended = self.runner.requests.get(request_id), None
             if state is not None and state.sampling_params is not None:
-                text = [*(state.prompt_token_ids or ()), *state.output_token_ids]
+                text: list[int] = []
+                if may_draft(state):
+                    text = [*(state.prompt_token_ids or ()), *state.output_token_ids]
                 ended = ended_request(
                     constant_fields(request_id, state, state.num_prompt_tokens),
                     state.sampling_params,
                     np.array(text, dtype=np.int32),
-                    may_draft(state),
                 )
             self.trees.release(request_id, ended)
 

@@ -304,8 +304,7 @@ class V2Adapter(Adapter):
             return
         for request_id, row in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             if text := self._requests.get(request_id):
-                num_fillers = max(len(row) - len(text.drafted), 0)
-                row[:] = [*text.drafted[: len(row)], *[_NO_TOKEN] * num_fillers]
+                row[:] = [*text.drafted, *[_NO_TOKEN] * len(row)][: len(row)]
 
     def propose(
         self, batch: InputBatch, hidden_states: torch.Tensor, max_nodes: int

@@ -92,8 +92,8 @@ class RequestText:
 
     def ended_request(self) -> DraftRequest:
         """Return the request with its whole text as drafters see it."""
-        text = self.view[: self.num_tokens]
-        return ended_request(self.constant, self.params, text, self.may_draft)
+        text = self.view[: self.num_tokens if self.may_draft else 0]
+        return ended_request(self.constant, self.params, text)
 
     def extend(self, tokens: Sequence[int]) -> Sequence[int]:
         """Add sampled tokens to the text; return those before its end."""
