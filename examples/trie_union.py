@@ -34,7 +34,8 @@ def main(model: str, heads: str) -> None:
             "options": {"medusa": {"top_tokens": 32}},
         },
         max_model_len=1024,
-        kv_cache_memory_bytes=64 << 20,  # leaves the rest of the memory free
+        # Leaves the rest of the memory free; room for two sequences of an 8B model.
+        kv_cache_memory_bytes=256 << 20,
         enforce_eager=True,  # starts faster; leave it out to serve
         disable_log_stats=False,  # keeps the counters read below
     )
