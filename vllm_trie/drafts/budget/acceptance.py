@@ -14,7 +14,6 @@ _CENTRES = np.array(
 _PREDICTED = np.concatenate([[0.0], _CENTRES, [1.0]])
 _PRIOR = 15.0  # verified nodes that the predicted probability counts for in each bin
 _FADING = 0.9
-_MEMORY = 1000.0  # verified nodes that a bin remembers
 
 
 class AcceptanceCalibration:
@@ -43,10 +42,9 @@ class AcceptanceCalibration:
         self._expected = None
 
     def fade(self) -> None:
-        """Let the counts weigh less, and at most as many nodes as a bin remembers."""
-        keep = np.minimum(_FADING, _MEMORY / np.maximum(self._verified, 1.0))
-        self._verified *= keep
-        self._accepted *= keep
+        """Let the counts weigh less."""
+        self._verified *= _FADING
+        self._accepted *= _FADING
         self._expected = None
 
     def __call__(self, predicted: np.ndarray) -> np.ndarray:

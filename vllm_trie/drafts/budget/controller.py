@@ -16,7 +16,6 @@ _MAX_PAUSE = 64  # steps
 # pause misses; a short one costs less than 1 % of the time.
 _PAUSE_BY_COST = 128
 _PAUSE_DIVISOR = 4  # of the next pause, for each draft that is worth its time
-_COUNTED_STEPS = 16  # whose verified nodes are counted together: a call costs the same for many
 # Statistics lose weight at intervals, or rejected nodes would never be verified again on another
 # text: nodes that are not verified teach nothing.
 _FADING_STEPS = 64
@@ -50,11 +49,6 @@ class NodeBudget:
     def __init__(self) -> None:
         self.cost = StepCost()
         self.acceptance = AcceptanceCalibration()
-        # Verified nodes that are not counted yet: probabilities, indices of the accepted, number.
-        self._predicted: list[np.ndarray] = []
-        self._accepted: list[int] = []
-        self._num_verified = 0
-        self._num_uncounted = 0  # steps that these nodes are of
         self._drafting_seconds = _FIRST_DRAFTING
         self._unwaited_share = 1.0  # duration of a plain step in a pause over that of others
         self._steps = 0
@@ -205,16 +199,14 @@ class NodeBudget:
         self, trees: Sequence[TokenTree], accepted: Sequence[Sequence[int]]
     ) -> None:
         """Take in the accepted nodes of a step's trees."""
+        predicted: list[np.ndarray] = []
+        indices: list[int] = []  # of accepted nodes
+        num_nodes = 0
         for tree, path in zip(trees, accepted, strict=True):
             if tree.probabilities is None or not tree.num_nodes:
                 continue
-            self._predicted.append(tree.probabilities)
-            self._accepted += [self._num_verified + node for node in path]
-            self._num_verified += tree.num_nodes
-        self._num_uncounted += 1
-        if self._num_verified and self._num_uncounted >= _COUNTED_STEPS:
-            self.acceptance.observe(
-                np.concatenate(self._predicted), np.array(self._accepted, dtype=np.int64)
-            )
-            self._predicted, self._accepted = [], []
-            self._num_verified = self._num_uncounted = 0
+            predicted.append(tree.probabilities)
+            indices += [num_nodes + node for node in path]
+            num_nodes += tree.num_nodes
+        if predicted:
+            self.acceptance.observe(np.concatenate(predicted), np.array(indices, dtype=np.int64))

@@ -75,8 +75,8 @@ class _Metrics:
     """The plugin's Prometheus metrics, registered once a process.
 
     They carry vLLM's prefix, so that its snapshot for ``LLM.get_metrics`` holds them too. For the
-    same reason vLLM unregisters them when it starts a Prometheus logger, so they are made at the
-    first call of ``record``, after that.
+    same reason vLLM unregisters them when it starts a Prometheus logger, so they are made once all
+    loggers are.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,8 @@ class TreeStatLogger(StatLoggerBase):
         if shared is None:
             return
         if self._metrics is None:
-            self._metrics = _Metrics()
+            self.log_engine_initialized()
+        assert self._metrics is not None
         self._count(
             draft_nodes=shared.num_draft_tokens,
             accepted_tokens=shared.num_accepted_tokens,
@@ -185,4 +186,7 @@ class TreeStatLogger(StatLoggerBase):
         self._reset()
 
     def log_engine_initialized(self) -> None:
-        pass
+        """Make the metrics; failures begin at 0, or their first would be no increase."""
+        self._metrics = _Metrics()
+        for reason in FAILURE_REASONS:
+            self._metrics.draft_failures.labels(*self._labels, reason)
