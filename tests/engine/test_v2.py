@@ -305,6 +305,9 @@ def test_statistics(result) -> None:
     assert result["counted_tokens"] == result["all_tokens"]
     # Without places that had no draft; vLLM does not count what aborted requests had in flight.
     assert 0.9 * result["all_drafts"] < result["counted_drafts"] <= result["all_drafts"]
+    # A failure is told at once, as if the step had a draft.
+    most_trees = result["all_trees"] + result["failures"]
+    assert 0.9 * result["all_trees"] < result["counted_trees"] <= most_trees
 
 
 def test_nothing_is_left_and_the_text_stays_off_the_device(result) -> None:

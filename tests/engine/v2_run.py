@@ -177,12 +177,12 @@ class ChainOracle(OracleDrafter):
 
 
 def count_drafts(llm: LLM, drafts: list[int]) -> None:
-    """Note how many drafted tokens each step verifies."""
+    """Note the length of each draft that is verified."""
     trees = trees_of(llm)
     stock = trees.begin_step
 
     def begin_step(request_ids: Any, scheduled: Any, *others: Any) -> Any:
-        drafts.append(sum(map(len, scheduled.values())))
+        drafts.extend(filter(None, map(len, scheduled.values())))
         return stock(request_ids, scheduled, *others)
 
     trees.begin_step = begin_step
@@ -295,7 +295,9 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["blocks_lost"] = before - free_blocks(llm)
     counters = {metric.name: metric for metric in llm.get_metrics()}
     result["counted_drafts"] = counters["vllm:spec_decode_num_draft_tokens"].value
-    result["all_drafts"] = sum(drafts)
+    result["counted_trees"] = counters["vllm:trie_verified_trees"].value
+    result["all_drafts"], result["all_trees"] = sum(drafts), len(drafts)
+    result["failures"] = sum(trees_of(llm).guard.failures.values())
     # The last step's statistics wait for another step's output, or in the scheduler.
     waiting = (getattr(scheduler_of(llm), STATS_ATTRIBUTE, None), runner.adapter._stats)
     result["counted_tokens"] = counters["vllm:trie_tokens"].value + sum(

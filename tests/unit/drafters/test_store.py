@@ -130,6 +130,16 @@ def test_prompts_of_another_salt_are_not_recognized(first, second):
     assert prompt_print(other, first, prompt) not in prints
 
 
+def test_a_sessions_answer_is_that_to_its_last_prompt():
+    drafter = make_drafter(store_tokens=1000)
+    longer = [*PROMPT, *REPLY, 9]
+    drafter.propose([make_request([*PROMPT, 50], "session", len(PROMPT))])
+    end(drafter, make_request([*longer, *range(60, 80)], "session", len(longer)))
+    drafter.store.take_in(1000)
+    [text] = drafter.store.texts()
+    assert text.prompt == prompt_print(drafter._prompt_key, None, np.array(longer, np.int32))
+
+
 def test_a_text_that_was_evicted_is_no_answer():
     store = RequestStore(PythonBackend(BLEND), max_order=8, max_tokens=30)
     tokens = np.arange(20, dtype=np.int32)

@@ -114,6 +114,26 @@ def test_an_answer_of_the_wrong_shape(answer):
     assert sum(guarded.failures.values()) == (0 if answer == [GOOD] else 2)
 
 
+def test_drafts_end_before_placeholders_outside_the_vocabulary():
+    """Of images, in the text of models that have them there; nobody else may draft such tokens."""
+    chain = TokenTree.from_lists([5, VOCAB + 3, 6], [-1, 0, 1])
+    guarded = guard(ScriptedDrafter({"a": lambda _: chain, "b": lambda _: chain}))
+    with_image, without = make_request([1, VOCAB + 3, 5], "a"), make_request([1, 5], "b")
+    trees = guarded.propose([with_image, without])
+    assert [tree.token_ids.tolist() for tree in trees] == [[5], []]
+    assert guarded.failures["malformed"] == 1
+    assert sizes(guarded.propose([with_image, without])) == [1, 0]
+
+
+def test_a_request_that_was_given_up_has_others_prepared_for():
+    drafter = ScriptedDrafter({"b": fail})
+    drafter.prepare = lambda requests, rows, num_new: [r.request_id for r in requests]
+    guarded = guard(drafter)
+    guarded.propose(requests("abc"))
+    assert guarded.prepare(requests("ac"), [0, 2], 1) == ["a", "c"]
+    assert guarded.prepare(requests("ab"), [0, 1], 1) is None
+
+
 def test_a_chain_where_a_chain_is_asked_for():
     guarded = guard(ScriptedDrafter({}))
     (tree,) = guarded.propose(requests("a", chain_only=True))

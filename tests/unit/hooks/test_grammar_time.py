@@ -69,6 +69,21 @@ def test_drafts_shrink_with_the_cost_of_their_grammar(request_with):
     assert max(seconds) < 10 * grammar_time.REQUEST_SECONDS
 
 
+@pytest.mark.parametrize(
+    ("executor", "world_size", "is_timed"),
+    [("external_launcher", 2, False), ("external_launcher", 1, True), ("mp", 2, True)],
+)
+def test_schedulers_of_ranks_shorten_drafts_alike(monkeypatch, executor, world_size, is_timed):
+    """An external launcher starts one on each rank, whose clocks differ."""
+    monkeypatch.setattr(grammar_time.config, "read", lambda vllm_config: object())
+    parallel = SimpleNamespace(distributed_executor_backend=executor, world_size=world_size)
+    manager: Any = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    grammar: Any = object()
+    made = grammar_time.create_grammar(lambda *_: grammar, manager, SimpleNamespace())
+    assert isinstance(made, TimedGrammar) == is_timed
+    assert is_timed or made is grammar
+
+
 def test_a_mask_that_costs_much_shortens_drafts(request_with, monkeypatch):
     request = request_with("a*b")
     grammar = request.structured_output_request.grammar

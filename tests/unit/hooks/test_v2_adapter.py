@@ -810,6 +810,20 @@ def test_a_drafter_that_loses_its_prepared_drafts_costs_them_alone(steps):
     assert text.token_ids[: text.num_tokens].tolist() == [7, 8, 11, 12, 13, 9, 10]
 
 
+def test_a_request_that_missed_a_step_has_no_prepared_draft(steps):
+    """The device gets zeros for it; the host counts none either."""
+    ahead = Ahead(True, Preparing())
+    for name in "ab":
+        ahead.add(name, [7, 8])
+    ahead.run({"a": [11], "b": [21]})
+    ahead.run_step({"a": [14]})  # beside a prefill: drafts come first
+    assert ahead.row_of("b") == [22, 23, 24, 25]
+    [(_, taken, fillers)] = ahead.run({"a": [10], "b": [22]})
+    assert taken == {"a": [15]}
+    assert fillers == {"a": WIDTH - 1, "b": WIDTH}
+    assert ahead.run({"a": [11], "b": [23]})[0][1] == {"b": [23, 24, 25]}
+
+
 class Recycled(Ahead):
     """Texts that repeat themselves, verified with random rows of logits."""
 
@@ -886,6 +900,29 @@ def test_the_texts_drafts_are_the_same_if_they_were_prepared(steps, monkeypatch)
     assert numbers[1] == 0
 
 
+def test_rows_of_logits_of_other_weights_are_forgotten(steps, monkeypatch):
+    """After a pause that keeps requests, the last step's are not taken in yet."""
+    monkeypatch.setattr(
+        v2_adapter,
+        "likeliest_on_device",
+        lambda rows: (rows.flatten(1).int().contiguous(), rows.flatten(1).float()),
+    )
+    monkeypatch.setitem(globals(), "MAX_MODEL_LEN", 400)
+    run = Recycled(prepares=False)
+    run.add("a", [7, 8, 9, 7, 8], max_tokens=300, ignore_eos=True)
+    run.answers["a"] = [7, 8, 9, 5] * 40
+    seen: list[bool] = []
+    propose = run.drafter.propose
+    run.drafter.propose = lambda requests: (
+        seen.append(requests[0].rows is not None),
+        propose(requests),
+    )[1]
+    run.go_on(4)
+    run.adapter.forget_rows()
+    run.go_on(2)
+    assert seen == [True, True, True, False, True]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -923,6 +960,32 @@ def test_a_pause_ends_with_a_step_ahead_of_its_drafts(steps):
     assert (len(ahead.device_waits), Event.waits) == (num_ahead, num_waits)
     ahead.run({"a": [14, 15, 3]})
     assert (len(ahead.device_waits), Event.waits) == (num_ahead + 1, num_waits + 1)
+
+
+def test_a_request_that_ends_in_a_pause_is_released_with_its_last_token(steps, monkeypatch):
+    """The first step after the pause is launched ahead of its drafts."""
+    ahead = Ahead(True)
+    budget = ahead.adapter.trees.budget = Pausing()
+    for name in "ab":
+        ahead.add(name, [7, 8], ignore_eos=True)
+    ahead.run({"a": [11], "b": [11]}, {"a": [12, 9], "b": [12, 9]})
+    budget.pauses = True
+    ahead.run({"a": [10], "b": [10]}, {"a": [11], "b": [11]}, {"a": [12], "b": [3]})
+    Event.has_arrived = True
+    budget.pauses = False
+    ahead.run({"a": [13]})
+    resume = ahead.adapter.resume
+
+    def released(part: Any, *made: Any) -> Any:
+        if part == "requests":  # vLLM has taken b out of its batch
+            ahead.adapter.release(["b"])
+        return resume(part, *made)
+
+    monkeypatch.setattr(ahead.adapter, "resume", released)
+    num_ahead = len(ahead.device_waits)
+    ahead.run({"a": [14]})
+    assert len(ahead.device_waits) == num_ahead + 1
+    assert ahead.drafter.ended == {"b": [11, 12, 9, 10, 11, 3]}
 
 
 def test_nothing_is_launched_ahead_where_the_device_gives_up(steps, caplog):

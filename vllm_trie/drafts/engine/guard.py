@@ -70,7 +70,9 @@ class GuardedDrafter:
         self, requests: Sequence[DraftRequest], rows: Sequence[int], num_new: int
     ) -> PreparedDrafts | None:
         """Prepare drafts, see :meth:`Drafter.prepare`; None if they are to be proposed as usual."""
-        if self._is_resting or self._failed_requests or not requests:
+        if self._is_resting or not requests:
+            return None
+        if any(request.request_id in self._failed_requests for request in requests):
             return None
         if any(source.may_extend(request) for source in self.sources for request in requests):
             return None
@@ -266,13 +268,21 @@ class GuardedDrafter:
         try:
             if not isinstance(tree, TokenTree):
                 raise MalformedTreeError(f"a {type(tree).__name__} instead of a TokenTree")
-            tree = tree.copy()
+            tree = self._in_vocabulary(request, tree).copy()
             tree.validate(self._vocab_size, request.max_nodes)
             if request.chain_only and not tree.is_chain:
                 return tree.chain()
         except Exception:  # the check itself may stumble over what is no array
             self._give_up(request, "malformed")
             return _EMPTY
+        return tree
+
+    def _in_vocabulary(self, request: DraftRequest, tree: TokenTree) -> TokenTree:
+        """Return a tree up to a placeholder of the request's images or sounds: some models have
+        them outside the vocabulary, and their text is drafted from like all of it."""
+        outside = np.flatnonzero(tree.token_ids >= self._vocab_size)
+        if len(outside) and np.isin(tree.token_ids[outside], request.token_ids).all():
+            return tree.prefix(int(outside[0]))
         return tree
 
     @property

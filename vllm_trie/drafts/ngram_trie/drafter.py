@@ -70,7 +70,8 @@ class NgramTrieDrafter(Drafter):
         self._backend = backend = backend or NativeBackend(BLEND, SAMPLED)
         self._newest_archive = options.open_archive(context)
         self._archive = self._newest_archive()
-        self._prompts: dict[str, bytes] = {}  # fingerprints, by request id
+        # Lengths of prompts and fingerprints, by request id; a session's prompt grows.
+        self._prompts: dict[str, tuple[int, bytes]] = {}
         self._prompt_key = os.urandom(KEY_BYTES)
         for text_store in context.text_stores:
             self._prompt_key = text_store.prompt_key or self._prompt_key
@@ -161,11 +162,11 @@ class NgramTrieDrafter(Drafter):
 
     def _prompt(self, request: DraftRequest) -> bytes:
         """Return the fingerprint of a request's prompt, which the first call makes."""
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None:
+        length, prompt = self._prompts.get(request.request_id, (0, b""))
+        if length != request.num_prompt_tokens:
             tokens = request.token_ids[: request.num_prompt_tokens]
             prompt = prompt_print(self._prompt_key, request.cache_salt, tokens)
-            self._prompts[request.request_id] = prompt
+            self._prompts[request.request_id] = request.num_prompt_tokens, prompt
             if self.store is not None:
                 self.store.listen(request.cache_salt)
         return prompt

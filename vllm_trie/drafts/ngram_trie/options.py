@@ -54,5 +54,5 @@ class NgramTrieOptions(_OfArchive):
         ge=1024,
         le=1 << 26,
         description="Contexts of one to three tokens that `recycle` keeps, 80 bytes each, of all "
-        "texts and of the answers to each prompt. Each cache_salt is sure of an equal share.",
+        "texts and of the answers to each prompt, shared equally by cache_salts.",
     )

@@ -93,6 +93,9 @@ class Adapter(ABC):
                 self._step.close()  # it holds tensors
         return result
 
+    def forget_rows(self) -> None:  # noqa: B027 - optional
+        """Forget rows of logits of steps whose tokens are not taken in: weights are others."""
+
     def forget_stats(self) -> None:
         """Forget the statistics of requests that no user sent."""
         self.trees.take_stats()

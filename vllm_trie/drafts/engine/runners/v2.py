@@ -153,9 +153,9 @@ def _make_adapter(
 def _launches_ahead(vllm_config: VllmConfig) -> bool:
     """Return whether steps may be launched ahead of their drafts.
 
-    Adapters are copied to the device by copies that wait for it, and for layers that attend in
-    chunks vLLM reads the requests' lengths from it. A rank whose device gave up its drafts would
-    verify other tokens than the others.
+    Adapters are copied to the device by copies that wait for it, KV connectors may wait for their
+    stores, and for layers that attend in chunks vLLM reads the requests' lengths from it. A rank
+    whose device gave up its drafts would verify other tokens than the others.
     """
     tree_config = config.read(vllm_config)
     return (
@@ -164,6 +164,7 @@ def _launches_ahead(vllm_config: VllmConfig) -> bool:
         and bool(vllm_config.scheduler_config.async_scheduling)
         and tree_config.speculator is None
         and vllm_config.lora_config is None
+        and vllm_config.kv_transfer_config is None
         and vllm_config.model_config.attention_chunk_size is None
         and vllm_config.parallel_config.world_size_across_dp == 1
     )

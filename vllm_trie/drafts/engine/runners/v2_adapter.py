@@ -123,6 +123,7 @@ class V2Adapter(Adapter):
         if lengths is None:
             self.draft()
             self._in_flight.leave_last(scheduled)
+        self._in_flight.take_in_arrived()  # before vLLM releases requests that ended in them
         cut = self._cut(scheduled, lengths)
         started = time.perf_counter()
         yield "requests", cut.output
@@ -333,6 +334,9 @@ class V2Adapter(Adapter):
         if stats is not None:
             setattr(output.model_runner_output, STATS_ATTRIBUTE, stats)
 
+    def forget_rows(self) -> None:
+        self._in_flight.forget_rows()
+
     def forget_stats(self) -> None:
         super().forget_stats()
         self._stats = None
@@ -409,6 +413,9 @@ class V2Adapter(Adapter):
                 self._hand_over(places.packed(*chains))
                 early = EarlyDrafts(prepared, before, self._delivered_at - start)
         self._draft_after(last, verified, early)
+        if early is not None:  # which has none for a request that was not in the last step
+            for name in verified.keys() - set(early.prepared.request_ids):
+                self._requests[name].drafted = []
         drafts = self._drafts_of(verified)
         if early is None:
             self._hand_over(packed(list(drafts.values()), self.num_draft_tokens))

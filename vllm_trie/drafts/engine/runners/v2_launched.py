@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -148,8 +148,7 @@ class StepsInFlight:
         return last
 
     def leave_last(self, following: SchedulerOutput) -> None:
-        """Go on to the next launch; leave the last step, if nobody has waited for it, and take in
-        what has arrived.
+        """Go on to the next launch; leave the last step, if nobody has waited for it.
 
         Args:
             following: The step that is launched next.
@@ -160,6 +159,9 @@ class StepsInFlight:
             self._observe(self.last, following, seconds)
             self._left.append(self.last)
             self.last = None
+
+    def take_in_arrived(self) -> None:
+        """Take in the steps that were left whose tokens have arrived."""
         while self._left and self._left[0].has_arrived:
             self._take_in(self._left.popleft())
 
@@ -172,6 +174,12 @@ class StepsInFlight:
         continues = not following.num_scheduled_tokens.keys().isdisjoint(step.request_ids)
         if budget is not None and self._num_launches > _MOST_AHEAD and continues:
             budget.observe_unwaited(step.num_decode_tokens, seconds)
+
+    def forget_rows(self) -> None:
+        """Leave out what rows of logits hold likely: they are of other weights."""
+        if self.last is not None:
+            self.last = replace(self.last, likeliest=None)
+        self._left = deque(replace(step, likeliest=None) for step in self._left)
 
     def clear(self) -> None:
         """Forget all steps; nobody takes in their tokens."""

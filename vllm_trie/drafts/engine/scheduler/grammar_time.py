@@ -89,7 +89,14 @@ def create_grammar(
     request: Request,
 ) -> StructuredOutputGrammar:
     grammar = original(self, request)
-    return grammar if config.read(self.vllm_config) is None else TimedGrammar(grammar)
+    parallel = self.vllm_config.parallel_config
+    # There each rank has a scheduler, and they must shorten a draft alike, whatever their time.
+    has_schedulers = (
+        parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+    )
+    if has_schedulers or config.read(self.vllm_config) is None:
+        return grammar
+    return TimedGrammar(grammar)
 
 
 @_manager.wraps("validate_tokens", "shortens drafts whose grammar takes much time")

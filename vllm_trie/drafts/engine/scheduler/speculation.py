@@ -58,6 +58,35 @@ def update_request_as_session(
     return original(self, session, update)
 
 
+@_scheduler.wraps(
+    "make_spec_decoding_stats",
+    "fillers count as no draft",
+)
+def make_spec_decoding_stats(
+    original: Callable[..., SpecDecodingStats | None],
+    self: Scheduler,
+    spec_decoding_stats: SpecDecodingStats | None,
+    *,
+    num_draft_tokens: int,
+    num_invalid_spec_tokens: dict[str, int] | None,
+    request_id: str,
+    **counts: int,
+) -> SpecDecodingStats | None:
+    pending: TreeStats | None = getattr(self, STATS_ATTRIBUTE, None)
+    if num_draft_tokens == (num_invalid_spec_tokens or {}).get(request_id, 0) and (
+        spec_decoding_stats is not None or pending is None or not pending.draft_failures
+    ):
+        return spec_decoding_stats
+    return original(
+        self,
+        spec_decoding_stats,
+        num_draft_tokens=num_draft_tokens,
+        num_invalid_spec_tokens=num_invalid_spec_tokens,
+        request_id=request_id,
+        **counts,
+    )
+
+
 @_scheduler.wraps("update_from_output", "sends the worker's statistics to the front end")
 def update_from_output(
     original: Callable[..., dict[int, EngineCoreOutputs]],
@@ -68,11 +97,12 @@ def update_from_output(
     """Keep the workers' statistics until a step with drafts, and add them to vLLM's, which divides
     by the number of such steps; count no fillers."""
     report: TreeStats | None = getattr(model_runner_output, STATS_ATTRIBUTE, None)
-    pending: TreeStats | None = vars(self).pop(STATS_ATTRIBUTE, None)
+    pending: TreeStats | None = getattr(self, STATS_ATTRIBUTE, None)
     if pending is None:
         pending = report
     elif report is not None:
         pending.add(report)
+    setattr(self, STATS_ATTRIBUTE, pending)
     fillers = getattr(model_runner_output, FILLERS_ATTRIBUTE, None)
     if fillers:
         # A draft that the grammar cut short may have ended before that.
@@ -82,8 +112,8 @@ def update_from_output(
             for request_id, count in fillers.items()
         }
     outputs = original(self, scheduler_output, model_runner_output)
-    if pending is not None and not _add(outputs.values(), pending):
-        setattr(self, STATS_ATTRIBUTE, pending)
+    if pending is not None and _add(outputs.values(), pending):
+        setattr(self, STATS_ATTRIBUTE, None)
     return outputs
 
 

@@ -43,6 +43,7 @@ class DraftingWorkerMixin(_Worker):
         Sleeping, new weights and a reset of the prefix cache leave it: drafts change no output.
         """
         if self.adapter is not None:
+            self.adapter.forget_rows()
             # Among them are requests of whose end the scheduler tells with the next step.
             self.adapter.trees.guard.reset(self.adapter.running)
 
