@@ -6,8 +6,8 @@ best that speculation can do is to stay out of the way.
 
 A batch that starts together ends with its slowest requests alone. With `--requests-per-slot 8` the
 next request takes a place as soon as it is free, so the batch stays full nearly all the time, as on
-a busy server. No drafter remembers finished requests, because the queue repeats prompts. `ngram` is
-the tuned one of peers.py; `suffix` runs if its package is installed.
+a busy server. The queue repeats prompts, and cache salts keep drafters from knowing them. `ngram`
+is the tuned one of peers.py; `suffix` runs if its package is installed.
 
     python benchmarks/load.py --json load.json
 
@@ -244,13 +244,14 @@ def serve(
         After each step.
     """
     engine = llm.llm_engine
-    waiting = iter(queue)
+    waiting = zip(queue, local_engine.new_salts(queue), strict=True)
     names = count()
 
     def admit(num_requests: int) -> int:
         number = 0
-        for prompt, name in zip(islice(waiting, num_requests), names, strict=False):
-            engine.add_request(f"load-{name}", {"prompt_token_ids": list(prompt)}, params)
+        for (prompt, salt), name in zip(islice(waiting, num_requests), names, strict=False):
+            inputs = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+            engine.add_request(f"load-{name}", inputs, params)
             number += 1
         return number
 

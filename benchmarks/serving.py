@@ -13,8 +13,7 @@ engines in this process, without servers, on a clock that counts the CPU time of
 
     OMP_NUM_THREADS=1 python benchmarks/serving.py --virtual --json serving.json
 
-`ngram_trie` remembers no finished requests, because the turns repeat the prompts; `--store` lets
-it.
+Turns repeat the prompts, and cache salts keep `ngram_trie` from knowing them; `--store` lets it.
 """
 
 from __future__ import annotations
@@ -143,6 +142,16 @@ def choose_prompts(model: str, questions: Path | None, number: int) -> list[list
     return [prompts[i % len(prompts)] for i in range(number)]
 
 
+def inputs_of(prompts: Sequence[list[int]], is_known: bool) -> list[dict[str, Any]]:
+    """Return vLLM's inputs; cache salts keep prompts that are not to be known from drafters."""
+    if is_known:
+        return [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [
+        {"prompt_token_ids": prompt, "cache_salt": salt}
+        for prompt, salt in zip(prompts, local_engine.new_salts(prompts), strict=True)
+    ]
+
+
 def start_server(model: str, config: Mapping[str, Any] | None, log: Path, options: Any) -> Any:
     """Start `vllm serve`, and do not wait for it.
 
@@ -192,10 +201,11 @@ def engine_runs(
             speculative_config=configs[method],
         )
         keep_kernel_overrides()
-        VirtualLoad(llm, prompts[:32], params).run(8, None)  # warms up
+        warm_up = inputs_of(prompts[:32], options.store)
+        VirtualLoad(llm, warm_up, params).run(8, None)
 
         def measure_engine(load: Load, llm: Any = llm) -> dict[str, float]:
-            return VirtualLoad(llm, prompts, params).run(*load)
+            return VirtualLoad(llm, inputs_of(prompts, options.store), params).run(*load)
 
         runs[method] = measure_engine
     return runs
@@ -237,8 +247,13 @@ def measure(
 
     server.http.post("/reset_prefix_cache").raise_for_status()
     requests = [
-        SampleRequest(prompt=prompt, prompt_len=len(prompt), expected_output_len=options.max_tokens)
-        for prompt in prompts
+        SampleRequest(
+            prompt=prompt,
+            prompt_len=len(prompt),
+            expected_output_len=options.max_tokens,
+            request_overrides=None if options.store else {"cache_salt": salt},
+        )
+        for prompt, salt in zip(prompts, local_engine.new_salts(prompts), strict=True)
     ]
     # What `vllm bench serve` passes; its data sets need pandas, token ids need nothing.
     result = asyncio.run(

@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram_default": {"method": "ngram", "num_speculative_tokens": 5},
     # vLLM's defaults, 24 tokens among them.
     "suffix": {"method": "suffix"},
-    "ngram_trie": {"method": "ngram_trie", "num_speculative_tokens": 32},
+    "ngram_trie": {"method": "ngram_trie"},
     "ngram_trie_chain": {
         "method": "ngram_trie",
         "num_speculative_tokens": 16,

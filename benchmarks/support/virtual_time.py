@@ -23,11 +23,11 @@ _THINK_SECONDS = 0.003
 class VirtualLoad:
     """Requests to one engine, and when they got their tokens."""
 
-    def __init__(self, llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> None:
+    def __init__(self, llm: Any, prompts: Sequence[dict[str, Any]], params: Any) -> None:
         self._engine = llm.llm_engine
         self._params = params
         self._waiting = list(reversed(prompts))
-        self._arrivals: list[tuple[float, int, Sequence[int]]] = []
+        self._arrivals: list[tuple[float, int, dict[str, Any]]] = []
         self._numbers = count()
         self._arrived: dict[str, float] = {}
         self._first: dict[str, float] = {}
@@ -79,7 +79,7 @@ class VirtualLoad:
         while self._arrivals and self._arrivals[0][0] <= self.seconds:
             at, number, prompt = heapq.heappop(self._arrivals)
             name = f"serving-{number}"
-            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._params)
+            self._engine.add_request(name, prompt, self._params)
             self._arrived[name] = at
             self._tokens[name] = 0
 

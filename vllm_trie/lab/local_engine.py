@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -90,12 +91,25 @@ def silence(active: bool = True) -> Iterator[None]:
 
 
 def without_memory(method: str) -> dict[str, Any]:
-    """Return the options with which a method forgets finished requests.
+    """Return the options with which a method forgets finished requests; see :func:`new_salts`, too.
 
     Measurements repeat the same prompts. A drafter that remembers earlier answers would look better
     than it is.
     """
     return _WITHOUT_MEMORY.get(method, {})
+
+
+def new_salts(prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Return a cache salt for each prompt, with which no drafter and no prefix cache knows it.
+
+    It is the same for all prompts of a call, but for those that come again.
+    """
+    call, occurrences = time.perf_counter_ns(), Counter[tuple[int, ...]]()
+    salts = []
+    for prompt in map(tuple, prompts):
+        salts.append(f"{call}-{occurrences[prompt]}")
+        occurrences[prompt] += 1
+    return salts
 
 
 def room_for(longest_prompt: int, max_tokens: int, num_nodes: int) -> int:
@@ -224,8 +238,14 @@ def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-    """Return the output tokens of each prompt, all in one batch."""
-    outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+    """Return the output tokens of each prompt, all in one batch, as if none had come before."""
+    from vllm.inputs import TokensPrompt
+
+    inputs = [
+        TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
+        for prompt, salt in zip(prompts, new_salts(prompts), strict=True)
+    ]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -273,7 +293,7 @@ def decode_steps(
     """Decode one batch of prompts; yield the requests that got tokens after each engine step.
 
     The engine is one in this process, with or without draft trees. `cache_salt` separates what
-    drafters and the prefix cache remember.
+    drafters and the prefix cache remember; without one no prompt is known.
     """
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
@@ -282,10 +302,9 @@ def decode_steps(
     empty = TokenTree.empty()
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
-    for index, prompt in enumerate(prompts):
-        inputs = TokensPrompt(prompt_token_ids=list(prompt))
-        if cache_salt is not None:
-            inputs["cache_salt"] = cache_salt
+    salts = new_salts(prompts) if cache_salt is None else [cache_salt] * len(prompts)
+    for index, (prompt, salt) in enumerate(zip(prompts, salts, strict=True)):
+        inputs = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
         engine.add_request(f"prompt-{index}", inputs, params)
     while engine.has_unfinished_requests():
         outputs = engine.step()
