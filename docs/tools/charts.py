@@ -64,7 +64,7 @@ def load() -> str:
         header, values = _table("../benchmarks/engine.md", f"{panel}, concurrent requests")
         series = {name: values[row] for row, name in (rows | ngram).items()}
         title = f"Speed over plain vLLM: {panel}"
-        _draw(canvas, 425 * number, title, header, series, 0.0, 7.5 if number == 0 else 1.25)
+        _draw(canvas, 425 * number, title, header, series, 0.0, 3.75 if number == 0 else 1.25)
     canvas.text(430, 278, "concurrent requests", "small dim", "middle")
     return canvas.render()
 
