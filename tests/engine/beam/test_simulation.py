@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.beam.simulation import Simulation, expected_beam, expected_greedy
+from vllm_trie.searches.engine.scheduler.group import BeamGroup
 
 
 def check_beam(simulation: Simulation, name: str, expected: list[Any]) -> None:
@@ -334,6 +336,33 @@ def test_groups_that_wait_are_counted(vllm_config):
     assert simulation.scheduler.make_stats().num_waiting_reqs == 12
     simulation.run()
     assert simulation.scheduler.get_request_counts() == (0, 0)
+
+
+def test_step_looks_at_no_group_that_waits(vllm_config, monkeypatch):
+    """What a step reads of groups does not grow with their number."""
+    num_reads = 0
+
+    def count(group: BeamGroup, name: str) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return object.__getattribute__(group, name)
+
+    counts = []
+    for num_groups in (3, 100):
+        simulation = Simulation(vllm_config, num_blocks=100, max_num_seqs=4)
+        for i in range(num_groups):
+            simulation.add_beam(f"b{i}", [5, 6, 7], 4, 2)
+        scheduler, num_reads = simulation.scheduler, 0
+        with monkeypatch.context() as patch:
+            patch.setattr(BeamGroup, "__getattribute__", count, raising=False)
+            for _ in range(12):  # more than a search takes
+                output = scheduler.schedule()
+                result = simulation.worker.execute(pickle.loads(pickle.dumps(output)))
+                scheduler.update_from_output(output, result)
+                assert scheduler.has_requests()
+        assert scheduler.beam_counters.groups == 2
+        counts.append(num_reads)
+    assert counts[0] == counts[1]
 
 
 def a_row(scheduler: Any) -> Any:

@@ -23,7 +23,7 @@ def test_long_requests_of_the_step_count_once() -> None:
         current_step=0,
     )
     admission = Admission(scheduler, 99)
-    admission.begin_step({})
+    admission.begin_step([])
     assert admission.lets_start(request_of(1000))
     assert admission.lets_start(request_of(1000))
     group: Any = SimpleNamespace(beam_width=3, arrival_step=0)

@@ -23,7 +23,7 @@ beyond its ``max_tokens``: default limits are far above usual lengths.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -71,15 +71,13 @@ class Admission:
         self._tokens_per_step = scheduler.max_num_scheduled_tokens
         self._steps_per_token = 2 if scheduler.scheduler_config.async_scheduling else 1  # of groups
 
-    def begin_step(self, groups: Mapping[str, BeamGroup]) -> None:
+    def begin_step(self, started: Collection[BeamGroup]) -> None:
         """Count the slots and blocks of the step that vLLM is about to schedule.
 
         Args:
-            groups: All of them, by the ids of their searches.
+            started: The groups that have started.
         """
         scheduler = self._scheduler
-        self._groups = groups
-        started = [group for group in groups.values() if group.started]
         # Steps until what runs is expected to end, and its slots.
         self._ends = [(self._steps_of_group(group), group.beam_width) for group in started]
         self._ends += [
@@ -98,15 +96,19 @@ class Admission:
         if any(group.parked for group in started):
             self._room = -1
 
-    def lets_start(self, request: Request) -> bool:
-        """Return whether a queued request may start in the step that vLLM is scheduling."""
-        if not isinstance(request, BeamProxy):
+    def lets_start(self, request: Request, group: BeamGroup | None = None) -> bool:
+        """Return whether a queued request may start in the step that vLLM is scheduling.
+
+        Args:
+            request: The request.
+            group: The group that it stands for, None if it is an ordinary one.
+        """
+        if group is None:
             steps_left, slots = self._steps_left(request), 1
             # One that was preempted has had its turn before.
             is_first = request.status != RequestStatus.PREEMPTED
             lets = self._has_slots(steps_left, slots, is_first)
         else:
-            group = self._groups[request.search_id]
             if group.started:
                 self._num_proxies_queued -= 1
                 return True  # it has reserved its slots

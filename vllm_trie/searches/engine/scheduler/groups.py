@@ -60,6 +60,11 @@ class BeamGroups:
         self._refused: list[Request] = []
         self.by_id: dict[str, BeamGroup] = {}
         """Request id to group, in order of arrival. Only this class writes it."""
+        # Thousands may wait. A step looks at those that have started, and at those whose grammar
+        # is not compiled.
+        self._started: dict[str, BeamGroup] = {}
+        self._without_grammar: dict[str, BeamGroup] = {}
+        self._num_beams_queued = 0  # of the groups that have not started
         vllm_config = scheduler.vllm_config
         on_device = bool(
             scheduler.use_v2_model_runner
@@ -87,10 +92,11 @@ class BeamGroups:
 
         Groups that have not started or are parked wait with all their beams.
         """
-        groups = self.by_id.values()
+        groups = self._started.values()
         running = sum(group.search.num_rows - 1 for group in groups if group.runs)
-        waiting = sum(group.beam_width - 1 for group in groups if not group.started)
-        return running, waiting + sum(group.beam_width for group in groups if group.parked)
+        parked = sum(group.beam_width for group in groups if group.parked)
+        num_queued = len(self.by_id) - len(self._started)
+        return running, self._num_beams_queued - num_queued + parked
 
     # -- intake ------------------------------------------------------------------------------------
 
@@ -112,6 +118,9 @@ class BeamGroups:
             self.refuse(request, error)
         else:
             self.by_id[request.request_id] = group
+            self._num_beams_queued += group.beam_width
+            if group.rules is not None and not group.rules.is_ready:
+                self._without_grammar[request.request_id] = group
             self._scheduler.add_request(group.beams.proxy)
 
     def refuse(self, request: Request, error: Exception) -> None:
@@ -127,12 +136,10 @@ class BeamGroups:
         try:
             yield
         except Exception:
-            request_id = group.request.request_id
-            logger.exception("Beam search failed for request %s", request_id)
+            logger.exception("Beam search failed for request %s", group.request.request_id)
             self.counters.groups_failed += 1
             self._refused.append(group.request)
-            proxies.free(self._scheduler, group.beams.proxy)
-            del self.by_id[request_id]
+            self._remove(group)
 
     def _new_group(self, request: Request) -> BeamGroup:
         """Make a search's group.
@@ -173,38 +180,42 @@ class BeamGroups:
 
     def before_schedule(self) -> None:
         """Prepare groups for the step that vLLM is about to schedule."""
-        for group in [*self.by_id.values()]:
+        for name, group in [*self._without_grammar.items()]:
+            with self._failing_alone(group):  # the grammar may not compile
+                assert group.rules is not None
+                group.rules.prepare(group.beam_width)
+                if group.rules.is_ready:
+                    del self._without_grammar[name]
+        for group in [*self._started.values()]:
             # The worker drafted behind a prompt; the group goes on with the search's tokens.
             group.beams.proxy.spec_token_ids = []
-            # Its grammar may not compile, a hypothesis may outgrow the KV cache.
-            with self._failing_alone(group):
-                if group.rules is not None:
-                    group.rules.prepare(group.beam_width)
+            with self._failing_alone(group):  # a hypothesis may outgrow the KV cache
                 group.beams.divide_if_needed(self._scheduler.kv_cache_manager)
         self._unpark()
-        self.admission.begin_step(self.by_id)
+        self.admission.begin_step(self._started.values())
         proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)
 
     def lets_start(self, request: Request) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling."""
-        if not self.admission.lets_start(request):
+        group = self.by_id[request.search_id] if isinstance(request, BeamProxy) else None
+        if not self.admission.lets_start(request, group):
             return False
-        if isinstance(request, BeamProxy) and not self.by_id[request.search_id].started:
-            self._start(self.by_id[request.search_id])
+        if group is not None and not group.started:
+            self._start(group)
         return True
 
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Send the beams of the scheduled groups, and what selects their candidates. They do not
         run ahead of their outputs, as vLLM's asynchronous scheduler has let their proxies."""
         if self._scheduler.scheduler_config.async_scheduling:
-            for group in self.by_id.values():
+            for group in self._started.values():
                 if group.beams.proxy.request_id in output.num_scheduled_tokens:
                     group.beams.set_placeholders()
         self.admission.end_step()
         self._scheduler.max_num_scheduled_tokens = self.limits.tokens_per_step
         proxies.send_beams(self._scheduler, output, self.counters)
         selections = []
-        for group in [*self.by_id.values()]:
+        for group in [*self._started.values()]:
             with self._failing_alone(group):
                 if (selection := group.selection(output)) is not None:
                     selections.append(selection)
@@ -220,9 +231,9 @@ class BeamGroups:
         Returns:
             The scheduler output without groups, for vLLM's own code.
         """
-        if self.by_id:
+        if self._started:
             scheduler_output, ready = proxies.take_outputs(
-                self._scheduler, self.by_id, scheduler_output, model_output
+                self._scheduler, self._started, scheduler_output, model_output
             )
             for group in ready:
                 with self._failing_alone(group):
@@ -247,13 +258,15 @@ class BeamGroups:
                 "waiting_seconds": now - group.arrival,
             }
             group.request.record_event(EngineCoreEventType.SCHEDULED, now)
+        self._num_beams_queued -= group.beam_width
+        self._started[group.request.request_id] = group
         group.start(report)
 
     # -- parking -----------------------------------------------------------------------------------
 
     def _unpark(self) -> None:
         """Let the oldest parked group go on if no other group is short of blocks."""
-        parked = [group for group in self.by_id.values() if group.parked]
+        parked = [group for group in self._started.values() if group.parked]
         if not parked:
             return
         group = min(parked, key=attrgetter("request"))
@@ -277,7 +290,7 @@ class BeamGroups:
         proxies.replace_preempted(self._scheduler, group)
 
     def _active(self) -> list[BeamGroup]:
-        return [group for group in self.by_id.values() if group.started and not group.parked]
+        return [group for group in self._started.values() if not group.parked]
 
     def num_unfinished(self) -> int:
         """Return the number of requests to add to those that vLLM counts as unfinished.
@@ -297,6 +310,7 @@ class BeamGroups:
         if group.search.done:
             self._answer(group.request, group.output(), outputs)
             self._remove(group)
+            self._forget(group.request)
             return
         self.counters.beams_forked += len(children) - len(set(children.parents.tolist()))
         group.beams.take_children(children)
@@ -305,6 +319,7 @@ class BeamGroups:
         """Forget groups and refused requests that no client waits for any more."""
         for group in [group for group in self.by_id.values() if group.request.is_finished()]:
             self._remove(group)
+            self._forget(group.request)
         self._refused = [request for request in self._refused if not request.is_finished()]
 
     def _answer(self, request: Request, output: EngineCoreOutput, outputs: Outputs) -> None:
@@ -313,9 +328,12 @@ class BeamGroups:
         outputs.setdefault(request.client_index, []).append(output)
 
     def _remove(self, group: BeamGroup) -> None:
+        request_id = group.request.request_id
         proxies.free(self._scheduler, group.beams.proxy)
-        self._forget(group.request)
-        del self.by_id[group.request.request_id]
+        del self.by_id[request_id]
+        self._without_grammar.pop(request_id, None)
+        if self._started.pop(request_id, None) is None:
+            self._num_beams_queued -= group.beam_width
 
     def _forget(self, request: Request) -> None:
         self._scheduler.requests.pop(request.request_id, None)
@@ -327,12 +345,19 @@ class BeamGroups:
 
         - A client waits for each group and each refused request, and vLLM's requests hold them.
         - Groups have at most ``beam_width`` beams; only started groups are parked.
+        - What is kept of groups that have started or wait fits the groups.
         - No more requests run than there are slots.
         """
         scheduler = self._scheduler
         for name, group in self.by_id.items():
             assert group.search.num_rows <= group.beam_width, f"{name} is too wide"
             assert group.started or not group.parked, f"{name}: parked before its start"
+            assert group.started == (name in self._started)
+            is_ready = group.rules is None or group.rules.is_ready
+            assert is_ready == (name not in self._without_grammar)
+        assert {*self._started, *self._without_grammar} <= self.by_id.keys()
+        queued = [group.beam_width for group in self.by_id.values() if not group.started]
+        assert self._num_beams_queued == sum(queued)
         for request in (*self._refused, *(group.request for group in self.by_id.values())):
             assert not request.is_finished(), f"nobody waits for {request.request_id}"
             assert scheduler.requests[request.request_id] is request
