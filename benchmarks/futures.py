@@ -29,6 +29,7 @@ from support.device import add_device_options, check_device, engine_options, sta
 from support.engines import keep_kernel_overrides, scheduler_of
 from support.futures_tasks import FORMS, KINDS, Edit, edits, schemas, undone
 from support.harness import Row, add_model_option, option_parser, report_quietly
+from support.peers_engines import METHODS
 
 from vllm_trie.lab import local_engine
 
@@ -252,7 +253,9 @@ def run(options: Any) -> list[Row]:
     engines = {PLAIN: start_engine(model, **settings)}
     keep_kernel_overrides()
     for method in methods:
-        config = {"method": method, "num_speculative_tokens": options.nodes}
+        config = METHODS[method] or {}
+        if method == OURS:
+            config = {**config, "num_speculative_tokens": options.nodes}
         engines[method] = start_engine(
             model,
             **settings,

@@ -49,7 +49,7 @@ COLUMNS = (
     "cpu_ratio_low", "cpu_ratio_high", "step_ratio", "step_ratio_low", "step_ratio_high",
     "nodes_per_step", "tokens_per_step",
 )  # fmt: skip
-PEERS = ("ngram", "suffix")
+PEERS = ("ngram", "ngram_gpu", "suffix")
 SUFFIX_TOKENS = 24
 """Draft tokens of `suffix`, vLLM's default."""
 BOOTSTRAP = 1000

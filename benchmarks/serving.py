@@ -35,6 +35,7 @@ from support.harness import (
     option_parser,
     report_quietly,
 )
+from support.peers_engines import METHODS
 from support.replay_data import QUESTIONS_VARIABLE
 
 from vllm_trie.lab import local_engine
@@ -68,7 +69,7 @@ def speculative_configs(nodes: int, keeps_store: bool) -> dict[str, dict[str, An
     memory = {} if keeps_store else local_engine.without_memory("ngram_trie")
     return {
         PLAIN: None,
-        "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+        "ngram": METHODS["ngram"],
         "ngram_trie": {"method": "ngram_trie", "num_speculative_tokens": nodes, **memory},
     }
 
@@ -271,6 +272,7 @@ def measure(
             burstiness=1.0,
             disable_tqdm=True,
             num_warmups=0,
+            ready_check_timeout_sec=0,  # which would send the first request twice
             profile=False,
             selected_percentile_metrics=["ttft", "tpot"],
             selected_percentiles=[50.0, 99.0],

@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from support.harness import Row
-from vllm_trie.lab.local_engine import batches, decode_steps, generate, runner_of, trees_of
+from vllm_trie.lab.local_engine import (
+    batches,
+    decode_steps,
+    generate,
+    new_salts,
+    runner_of,
+    trees_of,
+)
 
 Prompts = Sequence[Sequence[int]]
 
@@ -25,9 +32,13 @@ def keep_kernel_overrides() -> None:
 
 
 def decode(llm: Any, prompts: Prompts, params: Any, batch_size: int) -> list[list[int]]:
-    """Return the output tokens of all prompts, `batch_size` at a time."""
+    """Return the output tokens of all prompts, `batch_size` at a time. What drafters remember of
+    one batch they know in the next, and not in another call."""
+    [salt] = new_salts([[]])
     return [
-        output for group in batches(prompts, batch_size) for output in generate(llm, group, params)
+        output
+        for group in batches(prompts, batch_size)
+        for output in generate(llm, group, params, salt)
     ]
 
 

@@ -36,6 +36,13 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
     # vLLM's defaults for the lengths; it has none for the number of tokens.
     "ngram_default": {"method": "ngram", "num_speculative_tokens": 5},
+    # On GPUs alone: `ngram` on the device, which keeps asynchronous scheduling.
+    "ngram_gpu": {
+        "method": "ngram_gpu",
+        "num_speculative_tokens": 8,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 5,
+    },
     # vLLM's defaults, 24 tokens among them.
     "suffix": {"method": "suffix"},
     "ngram_trie": {"method": "ngram_trie"},
@@ -69,8 +76,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
 }
 """Name -> vLLM's `speculative_config`."""
-PEERS = ("ngram", "ngram_default", "suffix")
-DEFAULT_METHODS = (PLAIN, "ngram", "suffix", "ngram_trie", "ngram_trie_chain")
+PEERS = ("ngram", "ngram_default", "ngram_gpu", "suffix")
+DEFAULT_METHODS = (PLAIN, "ngram", "ngram_gpu", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
 PARTS = ("forward", "logits", "sampling", "drafting")
 
@@ -286,9 +293,13 @@ def _count_nodes(nodes: list[int]) -> Callable[[Any], None]:
 
 
 def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the methods that can run here, and a line for each that cannot."""
+    """Return the methods that can run here, and a line for each whose package is missing."""
+    import torch
+
     kept, missing = [], []
     for method in methods:
+        if method == "ngram_gpu" and not torch.cuda.is_available():
+            continue
         if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
             missing.append("suffix is left out: the package arctic-inference is not installed")
         else:

@@ -237,13 +237,20 @@ def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-    """Return the output tokens of each prompt, all in one batch, as if none had come before."""
+def generate(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    cache_salt: str | None = None,
+) -> list[list[int]]:
+    """Return the output tokens of each prompt, all in one batch; `cache_salt` as in
+    :func:`decode_steps`."""
     from vllm.inputs import TokensPrompt
 
+    salts = new_salts(prompts) if cache_salt is None else [cache_salt] * len(prompts)
     inputs = [
         TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
-        for prompt, salt in zip(prompts, new_salts(prompts), strict=True)
+        for prompt, salt in zip(prompts, salts, strict=True)
     ]
     outputs = llm.generate(inputs, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
