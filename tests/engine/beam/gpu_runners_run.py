@@ -41,6 +41,7 @@ from tests.engine.v2_waits import Waits
 from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
 from vllm_trie.extras.device_checks import search_check
 from vllm_trie.lab.tiny_model import model_path
+from vllm_trie.searches.engine.scheduler.admission import Admission
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
 from vllm_trie.searches.engine.worker.device_copies import BlockCopier
 
@@ -207,9 +208,9 @@ def check_copies() -> None:
 @contextmanager
 def overcommitment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("expected_blocks", "min_blocks"):
-            nothing = property(lambda self: 0, lambda self, value: None)
-            patch.setattr(BeamGroup, name, nothing, raising=False)
+        patch.setattr(Admission, "expected_blocks", lambda self, group: 0)
+        nothing = property(lambda self: 0, lambda self, value: None)
+        patch.setattr(BeamGroup, "min_blocks", nothing, raising=False)
         yield
 
 

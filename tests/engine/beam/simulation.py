@@ -366,7 +366,8 @@ class Simulation:
         self.open: set[str] = set()
         self.peak_blocks = 0
         self._clock = 0.0
-        self._overcommit = overcommit
+        if overcommit:  # admit groups whatever runs: they will fight for blocks
+            vars(groups.admission)["expected_blocks"] = lambda group: 0
 
     def add_beam(
         self, name: str, prompt: list[int], width: int, n: int, priority: int = 0, **options: Any
@@ -381,8 +382,6 @@ class Simulation:
         )
         self._clock += 1
         self._add(name, prompt, prepare_params(params), priority)
-        if self._overcommit and (group := self.scheduler.beam_groups.by_id.get(name)) is not None:
-            group.expected_blocks = 0  # admit it whatever runs: groups will fight for blocks
         return name
 
     def add_greedy(

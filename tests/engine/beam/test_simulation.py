@@ -365,6 +365,36 @@ def test_step_looks_at_no_group_that_waits(vllm_config, monkeypatch):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize(("num_blocks", "num_started"), [(60, 2), (40, 1)])
+def test_searches_start_by_what_they_soon_need(vllm_config, num_blocks, num_started):
+    """Not by their limit, with which each would take all blocks: 25 are expected for each."""
+    simulation = Simulation(vllm_config, num_blocks=num_blocks)
+    limit = simulation.scheduler.max_model_len - 3
+    for name in "ab":
+        simulation.add_beam(name, [5, 6, 7], 4, 4, max_tokens=limit)
+    simulation.step()
+    assert simulation.scheduler.beam_counters.groups == num_started
+    simulation.run()
+    for name in "ab":
+        check_beam(simulation, name, expected_beam([5, 6, 7], 4, max_tokens=limit))
+    simulation.check_clean()
+
+
+@pytest.mark.parametrize("asynchronous", [False, "device"])
+def test_searches_that_outgrow_what_was_expected(vllm_config, asynchronous):
+    simulation = Simulation(vllm_config, num_blocks=60, asynchronous=asynchronous)
+    options = {"max_tokens": 230, "min_tokens": 229}
+    for name in "ab":
+        simulation.add_beam(name, [5, 6, 7], 4, 4, **options)
+    simulation.step()
+    assert simulation.scheduler.beam_counters.groups == 2
+    simulation.run()
+    assert 1 <= simulation.scheduler.beam_counters.groups_parked <= 2
+    assert all(len(simulation.finished[name].hypotheses) == 4 for name in "ab")
+    assert simulation.finished["a"].hypotheses == simulation.finished["b"].hypotheses
+    simulation.check_clean()
+
+
 def a_row(scheduler: Any) -> Any:
     return scheduler.beam_groups.by_id["a"].beams.proxy
 

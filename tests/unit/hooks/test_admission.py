@@ -33,3 +33,19 @@ def test_long_requests_of_the_step_count_once() -> None:
     assert admission.lets_start(request_of(1000))  # takes the slot that is left over
     assert not admission.lets_start(request_of(1000))
     assert admission.lets_start(request_of(SOON))
+
+
+def test_a_group_is_expected_to_grow_as_long_again() -> None:
+    scheduler: Any = SimpleNamespace(
+        max_num_active_reqs=4,
+        max_num_scheduled_tokens=64,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+    )
+    admission = Admission(scheduler, 99)
+    settings = SimpleNamespace(max_new_tokens=1000)
+    for steps, length in ((0, SOON), (SOON + 1, 2 * SOON + 2), (800, 1000)):
+        search = SimpleNamespace(steps=steps, settings=settings)
+        group: Any = SimpleNamespace(
+            search=search, blocks_with=lambda num_new_tokens: num_new_tokens
+        )
+        assert admission.expected_blocks(group) == length

@@ -18,7 +18,8 @@ steps that the group has waited. So a group idles slots for at most as long as i
 and an old group is not passed over any more.
 
 A running request is expected to run as long again as it has run, at least ``SOON`` steps, and not
-beyond its ``max_tokens``: default limits are far above usual lengths.
+beyond its ``max_tokens``: default limits are far above usual lengths. A group starts where the KV
+blocks that all are expected to take then are there. Groups that outgrow this are parked.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Admission:
         self._claim: Claim | None = None
         self._num_proxies_queued = sum(not group.runs and not group.parked for group in started)
         self._is_alone = not started
-        self._room = self._num_blocks - sum(group.expected_blocks for group in started)
+        self._room = self._num_blocks - sum(map(self.expected_blocks, started))
         if any(group.parked for group in started):
             self._room = -1
 
@@ -138,13 +139,19 @@ class Admission:
             self._claim = self._claim_of(group)
         if not self._has_slots(steps_left, group.beam_width):
             return False
-        fits = group.expected_blocks <= self._room
+        expected_blocks = self.expected_blocks(group)
+        fits = expected_blocks <= self._room
         if not self._is_alone and not (fits and group.min_blocks <= pool.get_num_free_blocks()):
             self._room = -1  # nor does a later one start
             return False
-        self._room -= group.expected_blocks
+        self._room -= expected_blocks
         self._is_alone = False
         return True
+
+    def expected_blocks(self, group: BeamGroup) -> int:
+        """Return the KV blocks that a group is expected to come to hold."""
+        steps, most = group.search.steps, group.search.settings.max_new_tokens
+        return group.blocks_with(steps + _expected(most - steps, steps))
 
     # -- slots -------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class BeamGroup:
         beams: What it computes next.
         started, parked: Whether the group has its slots, and whether it has given its blocks up to
             others.
-        min_blocks, expected_blocks: KV blocks that the group must have, and may come to hold.
+        min_blocks: KV blocks that the group must have.
         arrival, arrival_step: When it came, by ``time.monotonic`` and by the scheduler's steps.
     """
 
@@ -69,15 +69,14 @@ class BeamGroup:
         self.num_logprobs = params.logprobs
         width, max_new_tokens = self.search.settings.beam_width, self.search.settings.max_new_tokens
         self.beam_width, num_tokens = width, request.num_prompt_tokens
-        self.min_blocks = self.expected_blocks = 0
+        self.min_blocks = 0
+        self._null_blocks: list[tuple[int, int]] = []  # by KV cache group, with the block size
         for part in limits.parts:
             size = part.block_size
             num_null = part.get_num_skipped_tokens(num_tokens) // size  # before a window
             least = min_blocks(num_tokens, width, max_new_tokens, size)
             self.min_blocks += least - num_null
-            # The trie is little larger than its longest path: hypotheses meet a few tokens back.
-            longest = cdiv(num_tokens + max_new_tokens, size)
-            self.expected_blocks += longest + 2 * width - num_null
+            self._null_blocks.append((num_null, size))
 
         self.arrival, self.arrival_step = time.monotonic(), arrival_step
         self.started = self.parked = False
@@ -94,6 +93,15 @@ class BeamGroup:
     def runs(self) -> bool:
         """Whether the group has KV, or gets some in the step that is scheduled."""
         return self.beams.proxy.status == RequestStatus.RUNNING
+
+    def blocks_with(self, num_new_tokens: int) -> int:
+        """Return the KV blocks that hypotheses of `num_new_tokens` are expected to take."""
+        # The trie is little larger than its longest path: hypotheses meet a few tokens back.
+        num_tokens = self.request.num_prompt_tokens + num_new_tokens
+        return sum(
+            cdiv(num_tokens, size) + 2 * self.beam_width - num_null
+            for num_null, size in self._null_blocks
+        )
 
     def start(self, report: dict[str, object] | None) -> None:
         """Start; the answer takes a report of the search along, if there is to be one."""

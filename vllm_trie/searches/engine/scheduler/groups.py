@@ -273,7 +273,7 @@ class BeamGroups:
         if active := self._active():
             hungry = not all(other.runs for other in active)
             manager = self._scheduler.kv_cache_manager
-            enough = min(group.expected_blocks, self.limits.num_blocks // 2)
+            enough = min(self.admission.expected_blocks(group), self.limits.num_blocks // 2)
             if hungry or manager.block_pool.get_num_free_blocks() < enough:
                 return
         group.parked = False
