@@ -162,7 +162,7 @@ class NgramTrieDrafter(Drafter):
 
     def _prompt(self, request: DraftRequest) -> bytes:
         """Return the fingerprint of a request's prompt, which the first call makes."""
-        length, prompt = self._prompts.get(request.request_id, (0, b""))
+        length, prompt = self._prompts.get(request.request_id, (-1, b""))
         if length != request.num_prompt_tokens:
             tokens = request.token_ids[: request.num_prompt_tokens]
             prompt = prompt_print(self._prompt_key, request.cache_salt, tokens)

@@ -58,10 +58,7 @@ def update_request_as_session(
     return original(self, session, update)
 
 
-@_scheduler.wraps(
-    "make_spec_decoding_stats",
-    "fillers count as no draft",
-)
+@_scheduler.wraps("make_spec_decoding_stats", "fillers count as no draft")
 def make_spec_decoding_stats(
     original: Callable[..., SpecDecodingStats | None],
     self: Scheduler,
