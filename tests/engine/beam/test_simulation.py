@@ -395,6 +395,24 @@ def test_searches_that_outgrow_what_was_expected(vllm_config, asynchronous):
     simulation.check_clean()
 
 
+def test_search_that_vllm_passes_over_has_not_started(vllm_config, monkeypatch):
+    """It keeps no slots from others, and starts later."""
+    simulation = Simulation(vllm_config, num_blocks=100, max_num_seqs=4)
+    scheduler = simulation.scheduler
+    simulation.add_beam("a", [5, 6, 7], 4, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.kv_cache_manager, "allocate_slots", lambda *_, **__: None)
+        simulation.step()
+    assert scheduler.beam_counters.groups == 0
+    assert scheduler.get_request_counts() == (0, 4)
+    simulation.abort("a")
+    simulation.add_greedy("g", [5, 6, 7])
+    simulation.add_beam("b", [5, 6, 7], 4, 4)
+    simulation.run()
+    check_beam(simulation, "b", expected_beam([5, 6, 7], 4))
+    simulation.check_clean()
+
+
 def a_row(scheduler: Any) -> Any:
     return scheduler.beam_groups.by_id["a"].beams.proxy
 

@@ -126,6 +126,10 @@ class Admission:
             scheduler.max_num_active_reqs = len(scheduler.running)  # vLLM looks no further
         return False
 
+    def let_requests(self) -> list[Request]:
+        """Return the requests that might start in this step, groups' proxies among them."""
+        return [request for request, _, _ in self._let]
+
     def end_step(self) -> None:
         """Undo what holds during one step only."""
         self._scheduler.max_num_active_reqs = self.slots
@@ -160,7 +164,7 @@ class Admission:
         return [
             (steps_left, slots)
             for request, steps_left, slots in self._let[first:]
-            if isinstance(request, BeamProxy) or request.status == RequestStatus.RUNNING
+            if request.status == RequestStatus.RUNNING
         ]
 
     def _num_free(self) -> int:

@@ -198,15 +198,15 @@ class BeamGroups:
     def lets_start(self, request: Request) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling."""
         group = self.by_id[request.search_id] if isinstance(request, BeamProxy) else None
-        if not self.admission.lets_start(request, group):
-            return False
-        if group is not None and not group.started:
-            self._start(group)
-        return True
+        return self.admission.lets_start(request, group)
 
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Send the beams of the scheduled groups, and what selects their candidates. They do not
         run ahead of their outputs, as vLLM's asynchronous scheduler has let their proxies."""
+        # vLLM may have passed over some that were let: they lack a LoRA slot, or blocks.
+        for request in self.admission.let_requests():
+            if isinstance(request, BeamProxy) and request.status == RequestStatus.RUNNING:
+                self._start(self.by_id[request.search_id])
         if self._scheduler.scheduler_config.async_scheduling:
             for group in self._started.values():
                 if group.beams.proxy.request_id in output.num_scheduled_tokens:
