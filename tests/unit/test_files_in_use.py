@@ -92,6 +92,25 @@ def test_a_file_that_is_complete_again_is_taken_up(tmp_path):
     assert watched.latest() == [0]
 
 
+def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
+    """Later, as where a network failed for a moment."""
+    path = numbers_file.write(tmp_path / "file", 3000)
+    watched = WatchedFile(path, numbers_file.read, "the file")
+    numbers_file.write(tmp_path / "other", 2).replace(path)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "stale")))
+        watched.latest()
+        watched._thread.join()
+    before = watched.latest()
+    assert len(before) == 3000
+    now += 11
+    watched.latest()
+    watched._thread.join()
+    assert len(watched.latest()) == 2
+
+
 def test_what_is_opened_during_a_copy_is_whole(opened):
     path, open_file = opened
     whole = path.read_bytes()

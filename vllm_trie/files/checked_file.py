@@ -144,7 +144,7 @@ class CheckedFormat(Generic[HeaderT]):
             try:
                 copy = sealed_copy(file)
             except OSError as error:
-                raise self.problem(path, f"it cannot be copied to memory: {error}") from None
+                raise self.problem(path, f"it cannot be copied to memory: {error}") from error
         with copy:
             copy.seek(0)
             header, digest, offset = self._read(path, copy)
@@ -162,7 +162,7 @@ class CheckedFormat(Generic[HeaderT]):
                 raise self.problem(path, "it is not a regular file")
             return path.open("rb")
         except OSError as error:
-            raise self.problem(path, error.strerror or "it cannot be opened") from None
+            raise self.problem(path, error.strerror or "it cannot be opened") from error
 
     def _read(self, path: Path, file: BinaryIO) -> tuple[HeaderT, bytes, int]:
         """Return the header, the digest and the offset of the body."""

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 _SETTLED_NS = 1_000_000_000
 """Age from which a change of a file is told by its time."""
+_RETRY_S = 10.0
+"""Until a version is tried again that could not be read, as where a network failed for a moment."""
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
@@ -87,7 +89,9 @@ class WatchedFile(Generic[_Content]):
         except Exception as error:
             level = logging.DEBUG if self._in_place else logging.ERROR
             logger.log(level, "The new version of %s is refused: %s", self._name, error)
-            if self._in_place and time.time_ns() - self._stamp[-1] < _SETTLED_NS:
+            if isinstance(error.__cause__ or error, OSError | MemoryError):
+                self._stamp, self._next_look = (), time.monotonic() + _RETRY_S
+            elif self._in_place and time.time_ns() - self._stamp[-1] < _SETTLED_NS:
                 self._stamp = (*self._stamp[:2], 0, 0)  # whoever writes may not be done
         else:
             logger.info("%s was replaced: %s serves from now on", self._name, self._path)

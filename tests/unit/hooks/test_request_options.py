@@ -7,15 +7,17 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMClientError
 
 from vllm_trie.hooks.frontend.request_options import with_packed_options
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
+from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY
 from vllm_trie.searches import BeamOptions, parse_options
-from vllm_trie.searches.engine.frontend import requests
+from vllm_trie.searches.engine.frontend import extension, requests
 from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
 from vllm_trie.searches.engine.frontend.hypotheses import ServerCall, served
 from vllm_trie.searches.engine.frontend.requests import check_api_request, prepare_request
@@ -215,3 +217,33 @@ def test_what_a_client_sends_itself_is_refused(monkeypatch, name):
     refused = {"repetition_penalty": 0.5}.get(name, GENERATION_CONFIG[name])
     with pytest.raises(VLLMClientError, match=f"{name}={refused} is not supported with beam_width"):
         served_params(monkeypatch, {"beam_width": 2}, **{name: refused})
+
+
+def test_a_search_is_off_if_one_of_several_engines_has_it_off(monkeypatch):
+    """Whichever reports last: each of them may get any search."""
+    client: Any = SimpleNamespace(vllm_config=SimpleNamespace())
+    for reason in (None, "it failed its check", None):
+        response = SimpleNamespace(beams_off=reason)
+        monkeypatch.setattr(msgspec.msgpack, "decode", lambda *_, answer=response, **__: answer)
+        extension.apply_ready_response(lambda *_: None, client, b"a report")
+    assert reason_off(client.vllm_config) == "it failed its check"
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_engines"),
+    [
+        ({}, 4),
+        ({"local_engines_only": True}, 2),
+        ({"local_engines_only": True, "data_parallel_rank_local": 1}, 1),
+        ({"data_parallel_rank_local": 0}, 1),
+    ],
+)
+def test_blocks_are_those_of_one_engine(changes, num_engines):
+    parallel: Any = SimpleNamespace(
+        data_parallel_size=4,
+        data_parallel_size_local=2,
+        local_engines_only=False,
+        data_parallel_rank_local=None,
+    )
+    vars(parallel).update(changes)
+    assert requests._num_engines(parallel) == num_engines

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_trie.extras.items.trie_file import ItemsError, check_vocabulary, read_header
+from vllm_trie.extras.items.trie_file import (
+    ItemsError,
+    check_tokenizer,
+    check_vocabulary,
+    read_header,
+)
+from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 from vllm_trie.hooks.start.additional_config import own_part, spelled
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.refusal import RefusedError
@@ -34,12 +40,23 @@ def catalogue_paths(vllm_config: VllmConfig) -> dict[str, Path]:
     return {name: Path(path) for name, path in given.items()}
 
 
+def _tokenizer_print(vllm_config: VllmConfig) -> str | None:
+    """Return the fingerprint of the model's tokenizer, None if it has none that can be loaded."""
+    model_config = vllm_config.model_config
+    if model_config.skip_tokenizer_init:
+        return None
+    try:
+        return fingerprint(load_tokenizer(model_config.tokenizer).vocabulary)
+    except ValueError:
+        return None
+
+
 def check_catalogues(vllm_config: VllmConfig) -> None:
     """Refuse catalogues that the engine cannot serve; reads their headers.
 
     Raises:
-        RefusedError: Native beam search is off, or a file is missing, damaged, or has tokens
-            outside the vocabulary.
+        RefusedError: Native beam search is off, or a file is missing, damaged, has tokens outside
+            the vocabulary, or was built with another tokenizer.
     """
     paths = catalogue_paths(vllm_config)
     if not paths:
@@ -50,6 +67,9 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
     vocab_size = vllm_config.model_config.get_vocab_size()
     for name, path in paths.items():
         try:
-            check_vocabulary(path, read_header(path), vocab_size)
+            header = read_header(path)
+            check_vocabulary(path, header, vocab_size)
+            if header.tokenizer is not None:
+                check_tokenizer(path, header, _tokenizer_print(vllm_config), "the model's")
         except ItemsError as error:
             raise ItemsError(f"{spelled(ITEMS)}[{name!r}] is an unusable file: {error}") from None

@@ -137,6 +137,21 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
     return trie
 
 
+def check_tokenizer(path: Path, header: ItemsHeader, tokenizer: str | None, whose: str) -> None:
+    """Refuse a trie of another tokenizer, where both fingerprints are known.
+
+    Args:
+        path, header: Of the trie.
+        tokenizer: Fingerprint.
+        whose: Tokenizer that is, in the message.
+
+    Raises:
+        ItemsError: It is another one.
+    """
+    if None not in (header.tokenizer, tokenizer) and header.tokenizer != tokenizer:
+        raise FORMAT.problem(path, f"it was built with another tokenizer than {whose}")
+
+
 def check_vocabulary(path: Path, header: ItemsHeader, vocab_size: int) -> None:
     """Refuse a trie with tokens that a model does not have.
 

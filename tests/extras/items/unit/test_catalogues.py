@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from tests.extras.items.unit.catalogues import write
 from vllm_trie.extras.items import Rules
 from vllm_trie.extras.items import catalogues as module
+from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.catalogues import Catalogues
+from vllm_trie.extras.items.sources import read_items
+
+
+@pytest.fixture(autouse=True)
+def _looks_each_time(monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL", 0.0)
+
+
+def test_a_version_of_another_tokenizer_is_refused(tmp_path, caplog):
+    path = tmp_path / "items"
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"id": 5, "tokens": [1, 2]}')
+    build_items(path, read_items(lines), "one")
+    catalogues = Catalogues({"a": path}, vocab_size=9)
+    first = catalogues.latest("a")
+    build_items(path, read_items(lines), "another")
+    catalogues.latest("a")
+    catalogues._files["a"]._thread.join()
+    assert catalogues.latest("a") is first
+    assert "it was built with another tokenizer than the first version" in caplog.text
 
 
 def test_a_version_that_cannot_be_opened_is_tried_once(tmp_path, monkeypatch):

@@ -15,7 +15,10 @@ from tests.unit.hooks.test_hypotheses import LENGTHS, answer, as_a_search, token
 from tests.unit.hooks.test_hypotheses import patched as patched
 from tests.unit.hooks.test_request_options import check, served_params
 from vllm_trie.extras.items import start
+from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.options import ItemOptions
+from vllm_trie.extras.items.sources import read_items
+from vllm_trie.files.tokenizers import fingerprint
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.searches import parse_options
 
@@ -79,6 +82,22 @@ def test_catalogues_that_cannot_be_served(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "reason_off", lambda config: "it is switched off")
     with pytest.raises(ValueError, match=r"\['items'\] cannot be served: it is switched off"):
         start.check_catalogues(serving({"shop": str(path)}))
+
+
+def test_a_catalogue_of_another_tokenizer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "reason_off", lambda config: None)
+    monkeypatch.setattr(start, "load_tokenizer", lambda name: SimpleNamespace(vocabulary={name: 1}))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"id": 5, "tokens": [1, 2]}')
+    build_items(tmp_path / "items", read_items(lines), fingerprint({"theirs": 1}))
+    config = serving({"shop": str(tmp_path / "items")})
+    config.model_config.tokenizer, config.model_config.skip_tokenizer_init = "ours", False
+    with pytest.raises(ValueError, match="built with another tokenizer than the model's"):
+        start.check_catalogues(config)
+    config.model_config.tokenizer = "theirs"
+    start.check_catalogues(config)
+    config.model_config.tokenizer, config.model_config.skip_tokenizer_init = None, True
+    start.check_catalogues(config)
 
 
 def test_defaults_of_the_server_do_not_act_on_items(monkeypatch):

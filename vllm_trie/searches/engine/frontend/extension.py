@@ -65,7 +65,8 @@ def apply_ready_response(original: Callable[..., None], self: MPClient, payload:
     original(self, payload)
     if payload:
         response = msgspec.msgpack.decode(payload, type=ReadyResponse)
-        switch_off(self.vllm_config, response.beams_off)
+        if response.beams_off is not None:  # of one engine of several, which may get any search
+            switch_off(self.vllm_config, response.beams_off)
 
 
 _route = of_beams("entrypoints.")

@@ -44,7 +44,7 @@ from vllm_trie.searches.engine.search_wire import BeamSpec, beam_spec
 from vllm_trie.searches.settings import MAX_CANDIDATES, MAX_RULES, MAX_STOP_LENGTH
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
 # -- sampling parameters ---------------------------------------------------------------------------
@@ -268,6 +268,15 @@ def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None
             _check_search(vllm_config, request)
 
 
+def _num_engines(parallel: ParallelConfig) -> int:
+    """Return the engines that this client manages, of whose blocks vLLM keeps the sum."""
+    if parallel.data_parallel_rank_local is not None:  # offline, a client for each
+        return 1
+    if parallel.local_engines_only:
+        return int(parallel.data_parallel_size_local)
+    return int(parallel.data_parallel_size)
+
+
 def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     check_inputs(request)
     cache = vllm_config.cache_config
@@ -279,8 +288,7 @@ def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
         spec.constraint.check_processed(vllm_config, params, len(prompt))
     # Known here; before a window the engine needs no blocks, and checks that itself.
     if cache.num_gpu_blocks and vllm_config.model_config.get_sliding_window() is None:
-        # Data-parallel engines report the sum of their blocks.
-        blocks = cache.num_gpu_blocks // vllm_config.parallel_config.data_parallel_size - 1
+        blocks = cache.num_gpu_blocks // _num_engines(vllm_config.parallel_config) - 1
         room = vllm_config.model_config.max_model_len - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
         width, block_size = spec.options.beam_width, cache.block_size
