@@ -306,7 +306,7 @@ def test_statistics(result) -> None:
     # Without places that had no draft; vLLM does not count what aborted requests had in flight.
     assert 0.9 * result["all_drafts"] < result["counted_drafts"] <= result["all_drafts"]
     # A failure is told at once, as if the step had a draft.
-    most_trees = result["all_trees"] + result["failures"]
+    most_trees = result["all_trees"] + result["num_failures"]
     assert 0.9 * result["all_trees"] < result["counted_trees"] <= most_trees
 
 

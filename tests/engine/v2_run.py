@@ -297,7 +297,7 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     result["counted_drafts"] = counters["vllm:spec_decode_num_draft_tokens"].value
     result["counted_trees"] = counters["vllm:trie_verified_trees"].value
     result["all_drafts"], result["all_trees"] = sum(drafts), len(drafts)
-    result["failures"] = sum(trees_of(llm).guard.failures.values())
+    result["num_failures"] = sum(trees_of(llm).guard.failures.values())
     # The last step's statistics wait for another step's output, or in the scheduler.
     waiting = (getattr(scheduler_of(llm), STATS_ATTRIBUTE, None), runner.adapter._stats)
     result["counted_tokens"] = counters["vllm:trie_tokens"].value + sum(
