@@ -143,6 +143,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chains, asynchronous": {"speculation": CHAINS, "async_scheduling": True},
     "sharded sampling": {"enable_batch_sharded_sampling": True, **RANKS},
     "attention in chunks": {"hf_overrides": {"attention_chunk_size": 128}},
+    "KV connector": {"kv_offloading_size": 1.0},
     "pipeline stages": STAGES,
     "trees in stages": {**STAGES, "speculation": TREES},
     "synchronous stages": {**STAGES, "async_scheduling": False},

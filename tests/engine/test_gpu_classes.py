@@ -175,6 +175,7 @@ def test_configurations_on_a_gpu(pretended):
         ("chains, synchronous", False, False),
         ("default", True, True),
         ("pipeline stages", True, False),
+        ("KV connector", True, False),  # whose stores may wait for the device
         ("attention in chunks", True, False),  # whose lengths vLLM reads from the device
     ],
 )
