@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from vllm_trie.extras.items import catalogues
 from vllm_trie.extras.items.catalogues import Catalogues, GroupItems
 from vllm_trie.extras.items.selection import Rules
 from vllm_trie.extras.items.start import ITEMS, catalogue_paths
@@ -188,7 +190,7 @@ class ItemOptions(SearchConstraint):
             )
         path = catalogue_paths(vllm_config)[self.items]
         try:
-            header = _read_header(path, file_stamp(path))
+            header = _read_header(path, _stamp(path, time.monotonic() // catalogues.INTERVAL))
         except (ItemsError, OSError):
             return  # the scheduler serves the version before, and checks the length, too
         self._check_ids(header)
@@ -256,6 +258,12 @@ class ItemOptions(SearchConstraint):
             params.eos_token_id if self.items_end == "eos" else None,
             self.weight_factor,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _stamp(path: Path, interval: float) -> tuple[int, ...]:
+    """Look at a file once in each interval, as the engine does: the server waits for it."""
+    return file_stamp(path)
 
 
 @functools.lru_cache(maxsize=64)

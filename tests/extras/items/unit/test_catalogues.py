@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.extras.items.unit.catalogues import write
 from vllm_trie.extras.items import Rules
 from vllm_trie.extras.items import catalogues as module
 from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.catalogues import Catalogues
+from vllm_trie.extras.items.options import ItemOptions
 from vllm_trie.extras.items.sources import read_items
+from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +55,33 @@ def test_a_version_that_cannot_be_opened_is_tried_once(tmp_path, monkeypatch):
         assert catalogues.latest("a") is first
         catalogues._files["a"]._thread.join()
     assert len(calls) == 1
+
+
+def test_requests_do_not_look_at_the_file_each(tmp_path, monkeypatch):
+    """It may be on a network, and both processes look at it where they must not wait."""
+    monkeypatch.setattr(module, "INTERVAL", 1e9)
+    path = write(tmp_path / "items", {(1, 2): 5})
+    catalogues = Catalogues({"a": path}, vocab_size=9)
+    config: Any = SimpleNamespace(
+        additional_config={CONFIG_KEY: {"items": {"a": str(path)}}},
+        model_config=SimpleNamespace(max_model_len=9),
+    )
+    looks = []
+    stat = Path.stat
+
+    def count(self: Path, **options: bool) -> os.stat_result:
+        looks.append(self)
+        return stat(self, **options)
+
+    def request() -> None:
+        catalogues.latest("a")
+        ItemOptions(items="a").check_processed(config, SamplingParams(), 1)
+
+    request()
+    monkeypatch.setattr(Path, "stat", count)
+    for _ in range(3):
+        request()
+    assert path not in looks
 
 
 def test_equal_rules_are_looked_up_once(tmp_path, monkeypatch):
