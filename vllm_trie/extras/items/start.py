@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,13 +41,11 @@ def catalogue_paths(vllm_config: VllmConfig) -> dict[str, Path]:
     return {name: Path(path) for name, path in given.items()}
 
 
-def _tokenizer_print(vllm_config: VllmConfig) -> str | None:
-    """Return the fingerprint of the model's tokenizer, None if it has none that can be loaded."""
-    model_config = vllm_config.model_config
-    if model_config.skip_tokenizer_init:
-        return None
+@functools.cache
+def _tokenizer_print(name: str) -> str | None:
+    """Return the fingerprint of a tokenizer, None if it cannot be loaded."""
     try:
-        return fingerprint(load_tokenizer(model_config.tokenizer).vocabulary)
+        return fingerprint(load_tokenizer(name).vocabulary)
     except ValueError:
         return None
 
@@ -64,12 +63,15 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
     reason = reason_off(vllm_config)
     if reason is not None:
         raise RefusedError(f"{spelled(ITEMS)} cannot be served: {reason}")
-    vocab_size = vllm_config.model_config.get_vocab_size()
+    model_config = vllm_config.model_config
+    vocab_size = model_config.get_vocab_size()
     for name, path in paths.items():
         try:
             header = read_header(path)
             check_vocabulary(path, header, vocab_size)
-            if header.tokenizer is not None:
-                check_tokenizer(path, header, _tokenizer_print(vllm_config), "the model's")
+            if header.tokenizer is not None and not model_config.skip_tokenizer_init:
+                check_tokenizer(
+                    path, header, _tokenizer_print(model_config.tokenizer), "the model's"
+                )
         except ItemsError as error:
             raise ItemsError(f"{spelled(ITEMS)}[{name!r}] is an unusable file: {error}") from None
