@@ -244,13 +244,12 @@ def serve(
         After each step.
     """
     engine = llm.llm_engine
-    waiting = zip(queue, local_engine.new_salts(queue), strict=True)
+    waiting = iter(local_engine.inputs_of(queue))
     names = count()
 
     def admit(num_requests: int) -> int:
         number = 0
-        for (prompt, salt), name in zip(islice(waiting, num_requests), names, strict=False):
-            inputs = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+        for inputs, name in zip(islice(waiting, num_requests), names, strict=False):
             engine.add_request(f"load-{name}", inputs, params)
             number += 1
         return number

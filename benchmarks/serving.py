@@ -143,16 +143,6 @@ def choose_prompts(model: str, questions: Path | None, number: int) -> list[list
     return [prompts[i % len(prompts)] for i in range(number)]
 
 
-def inputs_of(prompts: Sequence[list[int]], is_known: bool) -> list[dict[str, Any]]:
-    """Return vLLM's inputs; cache salts keep prompts that are not to be known from drafters."""
-    if is_known:
-        return [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [
-        {"prompt_token_ids": prompt, "cache_salt": salt}
-        for prompt, salt in zip(prompts, local_engine.new_salts(prompts), strict=True)
-    ]
-
-
 def start_server(model: str, config: Mapping[str, Any] | None, log: Path, options: Any) -> Any:
     """Start `vllm serve`, and do not wait for it.
 
@@ -191,6 +181,7 @@ def engine_runs(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
+    salt = "all" if options.store else None
     runs: dict[str, Callable[[Load], dict[str, float]]] = {}
     for method in options.methods:
         llm = local_engine.start_engine(
@@ -202,11 +193,12 @@ def engine_runs(
             speculative_config=configs[method],
         )
         keep_kernel_overrides()
-        warm_up = inputs_of(prompts[:32], options.store)
+        warm_up = local_engine.inputs_of(prompts[:32], salt)
         VirtualLoad(llm, warm_up, params).run(8, None)
 
         def measure_engine(load: Load, llm: Any = llm) -> dict[str, float]:
-            return VirtualLoad(llm, inputs_of(prompts, options.store), params).run(*load)
+            inputs = local_engine.inputs_of(prompts, salt)
+            return VirtualLoad(llm, inputs, params).run(*load)
 
         runs[method] = measure_engine
     return runs

@@ -19,7 +19,7 @@ from support.engines import each_schedule, keep_kernel_overrides
 from support.harness import Progress, take_turns
 from support.paper_drafter import PaperDrafter
 from vllm_trie.lab import smollm2
-from vllm_trie.lab.local_engine import decode_steps, runner_of, trees_of
+from vllm_trie.lab.local_engine import NGRAM, decode_steps, runner_of, trees_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,21 +28,11 @@ PLAIN = "plain"
 METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     # Of 5 to 32 tokens and n-grams of 1 to 5 the best on Spec-Bench at the cost of a 0.4 B shape.
-    "ngram": {
-        "method": "ngram",
-        "num_speculative_tokens": 8,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 5,
-    },
+    "ngram": {"method": "ngram", **NGRAM},
     # vLLM's defaults for the lengths; it has none for the number of tokens.
     "ngram_default": {"method": "ngram", "num_speculative_tokens": 5},
     # On GPUs alone: `ngram` on the device, which keeps asynchronous scheduling.
-    "ngram_gpu": {
-        "method": "ngram_gpu",
-        "num_speculative_tokens": 8,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 5,
-    },
+    "ngram_gpu": {"method": "ngram_gpu", **NGRAM},
     # vLLM's defaults, 24 tokens among them.
     "suffix": {"method": "suffix"},
     "ngram_trie": {"method": "ngram_trie"},

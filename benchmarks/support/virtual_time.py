@@ -23,11 +23,11 @@ _THINK_SECONDS = 0.003
 class VirtualLoad:
     """Requests to one engine, and when they got their tokens."""
 
-    def __init__(self, llm: Any, prompts: Sequence[dict[str, Any]], params: Any) -> None:
+    def __init__(self, llm: Any, inputs: Sequence[Any], params: Any) -> None:
         self._engine = llm.llm_engine
         self._params = params
-        self._waiting = list(reversed(prompts))
-        self._arrivals: list[tuple[float, int, dict[str, Any]]] = []
+        self._waiting = list(reversed(inputs))
+        self._arrivals: list[tuple[float, int, Any]] = []
         self._numbers = count()
         self._arrived: dict[str, float] = {}
         self._first: dict[str, float] = {}

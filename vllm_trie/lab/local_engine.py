@@ -20,6 +20,7 @@ from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.inputs import TokensPrompt
 
 Key = TypeVar("Key", bound=Hashable)
 T = TypeVar("T")
@@ -41,6 +42,12 @@ _WITHOUT_MEMORY: dict[str, dict[str, Any]] = {
     "trie_union": {"options": {"ngram_trie": {"store_tokens": 0}}},
     "suffix": {"suffix_decoding_max_cached_requests": 0},
 }
+NGRAM: dict[str, Any] = {
+    "num_speculative_tokens": 8,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 5,
+}
+"""Options of vLLM's `ngram` and `ngram_gpu` where they are compared."""
 _EXTRA_SLOTS = 16  # vLLM reserves a few
 
 
@@ -110,6 +117,19 @@ def new_salts(prompts: Sequence[Sequence[int]]) -> list[str]:
         salts.append(f"{call}-{occurrences[prompt]}")
         occurrences[prompt] += 1
     return salts
+
+
+def inputs_of(
+    prompts: Sequence[Sequence[int]], cache_salt: str | None = None
+) -> list[TokensPrompt]:
+    """Return vLLM's inputs, all with this cache salt or with new ones."""
+    from vllm.inputs import TokensPrompt
+
+    salts = new_salts(prompts) if cache_salt is None else [cache_salt] * len(prompts)
+    return [
+        TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
+        for prompt, salt in zip(prompts, salts, strict=True)
+    ]
 
 
 def room_for(longest_prompt: int, max_tokens: int, num_nodes: int) -> int:
@@ -245,14 +265,7 @@ def generate(
 ) -> list[list[int]]:
     """Return the output tokens of each prompt, all in one batch; `cache_salt` as in
     :func:`decode_steps`."""
-    from vllm.inputs import TokensPrompt
-
-    salts = new_salts(prompts) if cache_salt is None else [cache_salt] * len(prompts)
-    inputs = [
-        TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
-        for prompt, salt in zip(prompts, salts, strict=True)
-    ]
-    outputs = llm.generate(inputs, params, use_tqdm=False)
+    outputs = llm.generate(inputs_of(prompts, cache_salt), params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -302,16 +315,13 @@ def decode_steps(
     The engine is one in this process, with or without draft trees. `cache_salt` separates what
     drafters and the prefix cache remember; without one no prompt is known.
     """
-    from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
     engine, runner, trees = llm.llm_engine, runner_of(llm), trees_of(llm)
     empty = TokenTree.empty()
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
-    salts = new_salts(prompts) if cache_salt is None else [cache_salt] * len(prompts)
-    for index, (prompt, salt) in enumerate(zip(prompts, salts, strict=True)):
-        inputs = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
+    for index, inputs in enumerate(inputs_of(prompts, cache_salt)):
         engine.add_request(f"prompt-{index}", inputs, params)
     while engine.has_unfinished_requests():
         outputs = engine.step()

@@ -13,7 +13,7 @@ from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.lab.check.engines import prompts, start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.lab.demo.report import num_parameters
-from vllm_trie.lab.local_engine import generate, interleave, trees_of, without_memory
+from vllm_trie.lab.local_engine import NGRAM, generate, interleave, trees_of, without_memory
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -24,12 +24,7 @@ METHODS: dict[str, dict[str, object] | None] = {
     "plain": None,
     "ngram_trie": {"method": "ngram_trie", **without_memory("ngram_trie")},
     # The last, as vLLM 0.32 starts no engine on a CPU in a process that has imported numba.
-    PEER: {
-        "method": PEER,
-        "num_speculative_tokens": 8,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 5,
-    },
+    PEER: {"method": PEER, **NGRAM},
 }
 
 
@@ -66,7 +61,7 @@ def measure(settings: Settings, dtype: str) -> Outcome:
         lines.append(f"| {size} | {plain:.0f} | {ratios[PEER]:.2f} | {ratios['ngram_trie']:.2f} |")
     text = (
         f"Ratios to plain vLLM, {dtype}, medians of {repeats} turns, {max_tokens} greedy tokens "
-        "of the demo's prompts, which no method knows from before; `{PEER}` with 8 tokens "
+        f"of the demo's prompts, which no method knows from before; `{PEER}` with 8 tokens "
         "after n-grams of 1 to 5. A step of `ngram_trie`:"
     )
     names = list(steps[BATCH_SIZES[0]])

@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 _PEERS: dict[str, dict[str, Any]] = {
-    "ngram": {"num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_lookup_max": 5},
+    "ngram": local_engine.NGRAM,
     "suffix": {},
 }
 """vLLM's own methods that need no second model, and their options: those of benchmarks/peers.py."""
