@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import bench_gpu, device, gpu_attention
+from support import bench_gpu, device, gpu_attention, harness
 from support.bench_gpu import BENCHMARKS
 from transformers import AutoConfig, AutoTokenizer
 
@@ -39,6 +39,7 @@ def test_each_benchmark_takes_its_arguments(name, tmp_path, monkeypatch):
     for function in ("run_quietly", "check_device", "run"):
         if hasattr(script, function):
             monkeypatch.setattr(script, function, stop)
+    monkeypatch.setattr(harness, "probe_seconds", lambda: 1.0)
     monkeypatch.setattr(local_engine, "set_environment", lambda *arguments: None)
     monkeypatch.setattr(sys, "argv", command[1:])
     with pytest.raises(Parsed):
