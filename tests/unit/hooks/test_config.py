@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+import vllm_trie
 from vllm_trie.drafts import Drafter, available_methods, registry
 from vllm_trie.drafts.drafter import DrafterOptions
 from vllm_trie.drafts.engine.config import PROPOSER_CLASS, SPECULATOR_CLASS, read
@@ -27,6 +28,7 @@ from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.searches.engine import beam_support
 
+PACKAGE = Path(vllm_trie.__file__).parent
 THEIRS = ("ngram", "medusa", "suffix", "eagle", "eagle3", "draft_model", "custom_class")
 TRIE = {"method": "ngram_trie"}
 
@@ -340,11 +342,12 @@ def test_bugs_keep_their_traceback_where_refusals_become_a_line(monkeypatch, cap
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "path", Path(beam_support.__file__).parent.glob("*.py"), ids=lambda p: p.stem
-)
-def test_the_checks_raise_what_is_shown_as_a_line(path):
-    assert "raise ValueError" not in path.read_text()
+def test_the_checks_raise_what_is_shown_as_a_line():
+    folders = ("hooks/start", "drafts/engine/start", "searches/engine")
+    checks = [path for folder in folders for path in (PACKAGE / folder).glob("*.py")]
+    assert len(checks) > 20
+    others = {path.name for path in checks if "raise ValueError" in path.read_text()}
+    assert others <= {"verifier_setup.py"}  # of workers, which show no lines
 
 
 @pytest.mark.parametrize(
