@@ -4,18 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.lookahead import CountedLookahead, IndependentLookahead, repeat_shared_prefixes
 
+from tests.extras.lookahead.unit.test_lookahead import CANDIDATES, VOCAB
 from tests.unit.drafters.decoding import Decoding, toy_target, verify
 from tests.unit.drafters.support import make_context
 from vllm_trie.extras.lookahead import LookaheadOptions
 from vllm_trie.extras.lookahead.candidates import CandidateTrie
-from vllm_trie.extras.lookahead.pool import Candidate
-
-VOCAB = 40
-CANDIDATES = st.lists(
-    st.builds(Candidate, st.tuples(*[st.integers(0, 2)] * 3), st.integers(0, 3)),
-    max_size=5,
-    unique_by=lambda candidate: candidate.tokens,
-)
 
 
 @given(candidates=CANDIDATES, depth=st.integers(1, 3))
