@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from tests.extras.corpus.unit import test_corpus
-from tests.unit.test_checked_file import (
-    Kind,
-    made,
-    test_a_large_header_is_not_read,
-    test_every_changed_byte_is_noticed,
-    test_every_truncation_is_noticed,
-    test_missing_foreign_and_newer_files,
-)
+from tests.unit.test_checked_file import Kind, made, test_every_changed_byte_is_noticed
 from tests.unit.test_files_in_use import (
     test_content_in_use_stays,
     test_what_is_opened_during_a_copy_is_whole,
@@ -27,11 +20,8 @@ from vllm_trie.drafts.ngrams import Job, NativeBackend
 from vllm_trie.extras.corpus.corpus_file import FORMAT, open_corpus, write_corpus
 
 __all__ = [
-    "test_a_large_header_is_not_read",
     "test_content_in_use_stays",
     "test_every_changed_byte_is_noticed",
-    "test_every_truncation_is_noticed",
-    "test_missing_foreign_and_newer_files",
     "test_what_is_opened_during_a_copy_is_whole",
 ]
 TEXT = np.arange(20_000, dtype=np.int32) % 997

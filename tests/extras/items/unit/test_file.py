@@ -10,14 +10,7 @@ import pytest
 
 from tests.extras.items.unit import test_trie
 from tests.extras.items.unit.catalogues import write
-from tests.unit.test_checked_file import (
-    Kind,
-    made,
-    test_a_large_header_is_not_read,
-    test_every_changed_byte_is_noticed,
-    test_every_truncation_is_noticed,
-    test_missing_foreign_and_newer_files,
-)
+from tests.unit.test_checked_file import Kind, made, test_every_changed_byte_is_noticed
 from tests.unit.test_files_in_use import (
     test_content_in_use_stays,
     test_what_is_opened_during_a_copy_is_whole,
@@ -26,11 +19,8 @@ from vllm_trie.extras.items import ItemsError, open_items
 from vllm_trie.extras.items.trie_file import FORMAT
 
 __all__ = [
-    "test_a_large_header_is_not_read",
     "test_content_in_use_stays",
     "test_every_changed_byte_is_noticed",
-    "test_every_truncation_is_noticed",
-    "test_missing_foreign_and_newer_files",
     "test_what_is_opened_during_a_copy_is_whole",
 ]
 
