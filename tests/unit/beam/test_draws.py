@@ -44,7 +44,7 @@ def outcomes(run: Callable[[int], BeamSearch]) -> Counter[tuple[tuple[int, ...],
     )
 
 
-@pytest.mark.parametrize(("width", "temperature"), [(1, 1.0), (2, 0.7), (2, 1.6)])
+@pytest.mark.parametrize(("width", "temperature"), [(1, 1.0), (2, 1.6)])
 def test_distribution(width, temperature):
     """Pearson's test that two samples have one distribution, over all hypotheses of a search."""
     model = random_model(3, peaked=0.5)
