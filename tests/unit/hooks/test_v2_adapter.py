@@ -746,9 +746,11 @@ class Preparing(NextNumbers):
                     for request, text, some in zip(requests, texts, new, strict=True)
                 ]
                 trees = NextNumbers.propose(drafter, longer)
-                chains = np.full((len(trees), WIDTH), VOCAB if drafter.fault == "vocabulary" else 0)
+                chains = np.full((len(trees), WIDTH), -1)
                 for chain, tree in zip(chains, trees, strict=True):
                     chain[: tree.num_nodes] = tree.token_ids
+                if drafter.fault == "vocabulary":
+                    chains[:, 0] = VOCAB
                 drafter.prepared += 1
                 lengths = np.array([tree.num_nodes for tree in trees])
                 if drafter.fault == "wide":
@@ -783,16 +785,20 @@ class OfOne(DraftSource):
 )
 def test_drafts_that_were_prepared_are_those_of_the_drafter(steps, fault):
     """Where that fails, drafting begins again; beside requests of another source it always does."""
-    runs = []
+    runs, early = [], []
     for drafter in (NextNumbers(), Preparing()):
         drafter.fault = fault  # type: ignore[attr-defined]
         ahead = Ahead(True, drafter)
-        ahead.adapter.trees.guard.sources = [OfOne("c" if fault == "source" else "nobody")]
+        guard: Any = ahead.adapter.trees.guard
+        guard.sources = [OfOne("c" if fault == "source" else "nobody")]
+        draft = guard.draft_prepared
+        guard.draft_prepared = lambda *a, draft=draft: (early.append(draft(*a)), early[-1])[1]
         for name in "abc":
             ahead.add(name, [7, 8], **({"ignore_eos": True} if name == "c" else {}))
         runs.append(ahead.run(*TOKENS))
-        assert not any(ahead.adapter.trees.guard.failures.values())
+        assert not any(guard.failures.values())
     assert runs[0] == runs[1]
+    assert (None in early) == (fault in ("draft", "vocabulary", "short", "long", "few"))
     num_prepared = 0 if fault in ("prepare", "draft", "source") else 6
     assert drafter.prepared == num_prepared  # type: ignore[attr-defined]
 

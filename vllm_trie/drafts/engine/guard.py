@@ -96,8 +96,10 @@ class GuardedDrafter:
             is_valid = (
                 lengths.shape == (num_drafts,) == (len(prepared.request_ids),)
                 and ((lengths >= 0) & (lengths <= width)).all()
-                and ((chains >= 0) & (chains < self._vocab_size)).all()
             )
+            if is_valid:  # anything may be behind a chain
+                drafted = chains[np.arange(width) < lengths[:, None]]
+                is_valid = ((drafted >= 0) & (drafted < self._vocab_size)).all()
             return (lengths, chains) if is_valid else None
         except _TooLate as error:
             self._rest(error)
