@@ -234,3 +234,14 @@ def test_texts_that_are_there_are_not_restored_again():
         copy.restore(store.texts())  # both, and nothing the second time
         copy.take_in(100)
     assert copy.num_tokens == 20
+
+
+def test_the_other_of_two_equal_texts_is_not_restored_either():
+    store = RequestStore(PythonBackend(BLEND), 4, 25)
+    text = np.arange(10, dtype=np.int32)
+    add(store, None, text)
+    add(store, None, text)
+    published = store.texts()[1:]
+    add(store, None, text[:9] + 50)  # one of the two goes
+    store.restore(published)
+    assert len(store.texts()) == 2

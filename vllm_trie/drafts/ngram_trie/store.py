@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -66,7 +66,8 @@ class RequestStore:
         # By key, least recently used first.
         self._texts: OrderedDict[_Key, StoredText] = OrderedDict()
         self._answers: dict[bytes, _Key] = {}  # prompt -> key of its latest answer
-        self._digests: set[int] = set()  # of the texts, and of those that wait
+        # Of the texts, and of those that wait: equal ones are counted.
+        self._digests: Counter[int] = Counter()
         self._waiting: deque[StoredText] = deque()
         self._num_waiting = 0  # their tokens
         # The text of which a part is indexed, its key and the size of the part; and that of which a
@@ -172,11 +173,11 @@ class RequestStore:
         if len(text.token_ids) == 0:
             return
         self._waiting.append(text)
-        self._digests.add(_digest(text))
+        self._digests[_digest(text)] += 1
         self._num_waiting += len(text.token_ids)
         while self._num_waiting > self._max_tokens:  # nobody drafts, so nobody takes them in
             oldest = self._waiting.popleft()
-            self._digests.discard(_digest(oldest))
+            self._forget_digest(oldest)
             self._num_waiting -= len(oldest.token_ids)
 
     def _make_room(self, num_tokens: int) -> None:
@@ -184,7 +185,7 @@ class RequestStore:
         while (excess := self.num_tokens + num_tokens - self._max_tokens) > 0:
             if self._leaving is None:
                 key, text = self._texts.popitem(last=False)
-                self._digests.discard(_digest(text))
+                self._forget_digest(text)
                 if self._answers.get(text.prompt) == key:
                     del self._answers[text.prompt]
                 self._leaving = key, len(text.token_ids)
@@ -196,6 +197,12 @@ class RequestStore:
             self._leaving = (key, size - removed) if removed < size else None
             if index.num_tokens == 0:
                 del self._indexes[key[0]]
+
+    def _forget_digest(self, text: StoredText) -> None:
+        digest = _digest(text)
+        self._digests[digest] -= 1
+        if not self._digests[digest]:
+            del self._digests[digest]
 
 
 def _digest(text: StoredText) -> int:
