@@ -23,6 +23,7 @@ def request(tokens: int, draft: int = 0, **fields: Any) -> Any:
         "num_computed_tokens": 0,
         "num_output_placeholders": 0,
         "num_cached": 0,
+        "kv_cache_report_mode": "full",
         "spec_token_ids": list(range(draft)),
         "status": RequestStatus.WAITING,
     }
@@ -77,6 +78,11 @@ def test_a_prompt_without_memory_takes_no_room(monkeypatch):
     assert drafts_left(monkeypatch, running, [request(200)], num_blocks=13) == [8] * 6
 
 
+def cached(request: Any) -> tuple[None, int, int]:
+    assert request.kv_cache_report_mode != "full", "the blocks are published in each step"
+    return None, request.num_cached, 0
+
+
 def drafts_left(
     monkeypatch: pytest.MonkeyPatch,
     running: list[Any],
@@ -93,7 +99,7 @@ def drafts_left(
         block_size=16,
         kv_cache_manager=SimpleNamespace(
             block_pool=SimpleNamespace(get_num_free_blocks=lambda: num_blocks),
-            get_computed_blocks=lambda request: (None, request.num_cached, 0),
+            get_computed_blocks=cached,
         ),
         vllm_config=None,
     )

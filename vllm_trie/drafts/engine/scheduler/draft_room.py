@@ -6,8 +6,9 @@ vLLM schedules running requests first, drafts and all, and prompts with the toke
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
@@ -60,7 +61,9 @@ class DraftRoom:
         for request in islice(waiting, places):
             need = _tokens_to_compute(request)
             if need > min(room, free) and not request.num_computed_tokens:
-                need -= manager.get_computed_blocks(request)[1]
+                silent: Any = copy(request)
+                silent.kv_cache_report_mode = "incremental"  # or the look-up publishes its blocks
+                need -= manager.get_computed_blocks(silent)[1]
             if need > free:
                 return room  # it waits for memory, and so do those behind it
             if need > room:
