@@ -197,6 +197,10 @@ def test_a_model_without_trees_says_so_at_start_up(tmp_path, caplog, monkeypatch
             ["kv_cache_dtype='fp8'", "'auto'", "verification='chain'"],
         ),
         (
+            {"kv_cache_dtype": "float16", "speculative_config": {**TREES, "verification": "tree"}},
+            ["kv_cache_dtype='float16' is not the model's dtype", "'auto'"],
+        ),
+        (
             {
                 "speculative_config": {**TREES, "verification": "tree"},
                 "kv_transfer_config": KVTransferConfig(

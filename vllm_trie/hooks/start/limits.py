@@ -233,6 +233,10 @@ LIMITS: tuple[Limit, ...] = (
         "`watermark_config`",
         _changes_v2_sampling,
         "{found} is not supported with trees on Model Runner V2; leave it out"),
+    Limit(TREES, "a KV cache of another dtype than the model's",
+        lambda c: c.cache_config.cache_dtype in set(_DTYPES) - {_dtype(c)}
+        and c.cache_config.cache_dtype,
+        "kv_cache_dtype={found!r} is not the model's dtype; use 'auto'"),
     # GPU settings
     Limit(TREES, "on a GPU: an `attention_backend` other than `TRITON_ATTN`",
         lambda c: is_cuda() and _other_backend(c),
@@ -241,10 +245,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(TREES, "on a GPU: `backend_per_kind`",
         lambda c: is_cuda() and c.attention_config.backend_per_kind,
         "backend_per_kind={found!r} is not supported; leave it out"),
-    Limit(TREES, "on a GPU: a KV cache of another dtype than the model's",
-        lambda c: is_cuda() and c.cache_config.cache_dtype in set(_DTYPES) - {_dtype(c)}
-        and c.cache_config.cache_dtype,
-        "kv_cache_dtype={found!r} is not the model's dtype; use 'auto'"),
 )
 # fmt: on
 
