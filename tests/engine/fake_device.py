@@ -43,7 +43,7 @@ from vllm_trie.drafts.engine.runners import v2_adapter, v2_delivery
 from vllm_trie.drafts.engine.runners.adapter import Part
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
-from vllm_trie.drafts.engine.verification.compaction import CacheGroup
+from vllm_trie.drafts.engine.verification.compaction import CacheGroup, moves_of
 from vllm_trie.drafts.engine.verification.kernels import walk_trees
 from vllm_trie.extras.items import ItemTrie
 from vllm_trie.extras.items.worker import ItemSelection
@@ -210,7 +210,7 @@ class StepsOnDevice(Steps):
 
         self.adapter.resume = noted  # type: ignore[method-assign]
         cache = torch.zeros(8, 2, 4, 6, device=self.device)
-        self.adapter.cache_groups = [CacheGroup(0, (cache,))]
+        self.adapter.cache_groups = [CacheGroup(0, (cache,), moves_of("vec"))]
         for name in "ab":
             self.add(name, [7, 8])
         accepted = [tree.token_list[-1], 9]

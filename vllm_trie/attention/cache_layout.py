@@ -98,8 +98,6 @@ def move_rows_in_layers(
         kv_caches: One tensor as for `move_slots` per layer, changed; of equal block size.
         source, target: As for `move_slots`, on the caches' device.
     """
-    if not kv_caches:
-        return
     block_size = kv_caches[0].shape[2]
     from_block, from_offset = source // block_size, source % block_size
     to_block, to_offset = target // block_size, target % block_size

@@ -80,8 +80,6 @@ def move_slots_in_layers(
     isa: str = "vec",
 ) -> None:
     """Do :func:`vllm_trie.attention.move_slots` in every layer's CPU cache."""
-    if not kv_caches or not len(source):
-        return
     if not choose_kernels().move_slots(kv_caches, source, target, isa):
         for kv_cache in kv_caches:
             move_slots(kv_cache, source, target, isa)

@@ -15,6 +15,7 @@ from vllm_trie.drafts.engine.verification.compaction import (
     cache_groups,
     compact,
     moved_tokens,
+    moves_of,
 )
 from vllm_trie.tree import TokenTree
 
@@ -56,9 +57,9 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step):
     cache = torch.randn(num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE)
     before = cache.clone()
     mapping = torch.tensor(slots)
-    sources, targets = moved_tokens(rows, accepted)
-    assert len(set(targets)) == len(targets)
-    compact([CacheGroup(0, (cache,))], [mapping], sources, targets)
+    moves = torch.from_numpy(moved_tokens(rows, accepted))
+    assert len(moves[1].unique()) == len(moves[1])
+    compact([CacheGroup(0, (cache,), moves_of("vec"))], [mapping], *moves)
 
     def read(cache: torch.Tensor, row: int) -> torch.Tensor:
         keys, values = split_cache(cache)

@@ -17,7 +17,7 @@ from tests.unit.hooks.test_v2_adapter import Steps
 from tests.unit.tree.strategies import token_trees
 from vllm_trie.drafts.engine.runners.v2_trees import TreeSampler, V2TreeAdapter
 from vllm_trie.drafts.engine.tree_step import TreeStep
-from vllm_trie.drafts.engine.verification.compaction import CacheGroup, compact, compact_on_device
+from vllm_trie.drafts.engine.verification.compaction import CacheGroup, compact, moves_of
 from vllm_trie.tree import TokenTree
 
 
@@ -106,7 +106,10 @@ def test_the_device_moves_what_the_host_would(data):
     slots = torch.tensor(data.draw(st.permutations(range(2 + len(tokens)))))
     caches = [torch.randn(-(-len(slots) // 4), 2, 4, 6) for _ in range(2)]
     expected, on_device = ([cache.clone() for cache in caches] for _ in range(2))
-    compact([CacheGroup(0, tuple(expected))], [slots], sources, targets)
-    groups = [CacheGroup(0, tuple(on_device))]
-    compact_on_device(groups, [slots], torch.tensor(tokens), torch.tensor(rows))
+    move = moves_of("vec")
+    moves = torch.tensor([sources, targets], dtype=torch.int64)
+    compact([CacheGroup(0, tuple(expected), move)], [slots], *moves)
+    query_tokens = torch.tensor(tokens)
+    groups = [CacheGroup(0, tuple(on_device), move)]
+    compact(groups, [slots], query_tokens[rows], query_tokens)
     assert all(map(torch.equal, expected, on_device))

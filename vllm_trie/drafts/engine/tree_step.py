@@ -30,8 +30,8 @@ class TreeStep:
         has_drafts: Whether it verifies any.
         tree_batch: The trees that need tree attention.
         places: Of their nodes, see :func:`follow_depths`.
-        path: On Model Runner V2 the query token of each row of logits, and the row that belongs
-            there, see :func:`compact_on_device`.
+        path: On Model Runner V2 the query token of each row of logits, and the row whose KV belongs
+            there, most often the same one: int64 [logits rows] each.
         likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
             where they are not read.
         argmax: int of each row of logits; None where the drafter does not need it.

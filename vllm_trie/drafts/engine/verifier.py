@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import likeliest
+from vllm_trie.attention.device_copy import to_device
 from vllm_trie.drafts import DraftRequest, PreparedDrafts
 from vllm_trie.drafts.budget import DraftForecast, NodeBudget, planned_lengths
 from vllm_trie.drafts.engine.guard import GuardedDrafter
@@ -255,7 +256,9 @@ class TreeVerifier:
             return
         start = time.perf_counter()
         moves = compaction.moved_tokens(step.tree_batch.rows, step.accepted)
-        compaction.compact(groups, slot_mappings, *moves)
+        if moves.size:
+            device = slot_mappings[0].device
+            compaction.compact(groups, slot_mappings, *to_device(moves, device))
         self._stats.verification_seconds += time.perf_counter() - start
 
     def end_step(self, step: TreeStep, new_tokens: Sequence[Sequence[int]]) -> None:

@@ -266,16 +266,17 @@ def _check_compaction(checked: CheckedLayer, step: Step, generator: np.random.Ge
             length = int(generator.integers(1, min(8, row.num_nodes - 1) + 1))
             nodes = 1 + generator.choice(row.num_nodes - 1, length, replace=False)
             accepted[row.batch_index] = sorted(nodes.tolist())
-    sources, targets = compaction.moved_tokens(step.trees.rows, accepted)
+    moves = compaction.moved_tokens(step.trees.rows, accepted)
     cache = checked.kv_cache
     expected = cache.clone()
     slots = step.step_slots()
     block_size = cache.shape[2]
-    for source, target in zip(slots[sources], slots[targets], strict=True):
+    for source, target in slots[moves].T:
         expected[target // block_size, :, target % block_size] = cache[
             source // block_size, :, source % block_size
         ]
     group = compaction.CacheGroup(0, (cache,), checked.layer.impl.move_slots)
-    compaction.compact([group], [to_device(slots, cache.device)], sources, targets)
+    device = cache.device
+    compaction.compact([group], [to_device(slots, device)], *to_device(moves, device))
     if not torch.equal(cache, expected):
         raise _WrongResult(f"moving KV in the cache of layer {checked.name} gave a wrong cache")

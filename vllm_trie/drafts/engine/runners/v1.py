@@ -89,8 +89,7 @@ class V1Speculation(Adapter):
             batch = runner.input_batch
             outputs = cast(list[list[int]], batch.req_output_token_ids)
             sampled = trees.verify(step, logits, runner.sampler, batch.sampling_metadata, outputs)
-            if step.tree_batch is not None:
-                trees.compact(step, self.cache_groups, self._slot_mappings())
+            trees.compact(step, self.cache_groups, self._slot_mappings())
         new_tokens, hidden_states = yield "tokens", sampled
         if self.chain_only:
             trees.accept(step, step.paths_of(new_tokens))

@@ -50,7 +50,7 @@ from vllm_trie.drafts.engine.runners.v2_launched import Arrays, LaunchedStep, St
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
 from vllm_trie.drafts.engine.tree_step import TreeStep
-from vllm_trie.drafts.engine.verification.compaction import compact_on_device
+from vllm_trie.drafts.engine.verification.compaction import compact
 from vllm_trie.drafts.engine.verification.kernels import likeliest_on_device
 from vllm_trie.drafts.engine.verifier import EarlyDrafts, TreeVerifier
 from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
@@ -155,7 +155,8 @@ class V2Adapter(Adapter):
         arrived.record()
         hidden_states, max_nodes = yield "states", None
         if step.path is not None and step.tree_batch is not None:  # behind the output's copy
-            compact_on_device(self.cache_groups, list(slot_mappings), *step.path)
+            query_tokens, rows = step.path
+            compact(self.cache_groups, slot_mappings, query_tokens[rows], query_tokens)
         self._read_prompts(texts, max_nodes)
 
         # Draft for this step at last, while the step before has ended and this one waits.

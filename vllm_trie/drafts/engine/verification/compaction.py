@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from vllm_trie.attention import TreeRow, move_slots_in_layers
-from vllm_trie.attention.device_copy import to_device
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -27,17 +26,13 @@ class CacheGroup(NamedTuple):
     """Index of vLLM's KV cache group."""
     caches: tuple[torch.Tensor, ...]
     """The group's cache tensors, each once."""
-    move: MoveSlots | None = None
-    """Moves slots in their layout; ``None`` for those of vLLM's CPU backend."""
-    isa: str = "vec"
-    """The kernel of that backend."""
+    move: MoveSlots
+    """Moves slots in their layout."""
 
-    def move_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy slots to others in all caches, in place."""
-        if self.move is None:
-            move_slots_in_layers(self.caches, source, target, self.isa)
-        else:
-            self.move(self.caches, source, target)
+
+def moves_of(isa: str) -> MoveSlots:
+    """Return what moves slots in the layout of a kernel of vLLM's CPU backend."""
+    return lambda caches, source, target: move_slots_in_layers(caches, source, target, isa)
 
 
 def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list[CacheGroup]:
@@ -64,14 +59,12 @@ def cache_groups(kv_cache_config: KVCacheConfig, layers: dict[str, Any]) -> list
                 isa = getattr(layer, "isa", "vec")
                 by_isa[isa][layer.kv_cache.data_ptr()] = layer.kv_cache
             for isa, caches in by_isa.items():
-                groups.append(CacheGroup(index, tuple(caches.values()), move, isa))
+                groups.append(CacheGroup(index, tuple(caches.values()), move or moves_of(isa)))
     return groups
 
 
-def moved_tokens(
-    rows: Sequence[TreeRow], accepted: Sequence[Sequence[int]]
-) -> tuple[list[int], list[int]]:
-    """Return the query tokens whose KV moves, and those whose slots it moves to.
+def moved_tokens(rows: Sequence[TreeRow], accepted: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return int64 [2, n], the query tokens whose KV moves, and those whose slots it moves to.
 
     The j-th accepted node belongs into the slot of node j. Nodes are laid out likeliest path
     first, so most often nothing moves.
@@ -87,46 +80,23 @@ def moved_tokens(
             if node != place:
                 sources.append(first_node + node)
                 targets.append(first_node + place)
-    return sources, targets
+    return np.array([sources, targets], dtype=np.int64)
 
 
 def compact(
     groups: Sequence[CacheGroup],
     slot_mappings: Sequence[torch.Tensor],
-    sources: Sequence[int],
-    targets: Sequence[int],
+    source: torch.Tensor,
+    target: torch.Tensor,
 ) -> None:
-    """Move KV between slots in all layers, in place.
+    """Move KV between slots in all layers, in place, without waiting for a device.
 
     Args:
         groups: Cache tensors, changed.
         slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
-        sources, targets: Query tokens as :func:`moved_tokens` returns them.
-    """
-    if not sources:
-        return
-    moves = np.array([sources, targets], dtype=np.int64)
-    pairs = to_device(moves, slot_mappings[groups[0].group_id].device)
-    for group in groups:
-        slots = slot_mappings[group.group_id][pairs].long()
-        group.move_slots(slots[0], slots[1])
-
-
-def compact_on_device(
-    groups: Sequence[CacheGroup],
-    slot_mappings: Sequence[torch.Tensor],
-    tokens: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
-    """Move KV between slots in all layers, in place, without waiting for the device.
-
-    Args:
-        groups: Cache tensors, changed.
-        slot_mappings: int64 [num_tokens] by group id, the slot of each query token.
-        tokens: int64 [logits rows], the query token of each row of logits.
-        rows: int64 [logits rows], the row whose KV belongs into each row's slot; most are the row
-            itself.
+        source, target: int64 [n], query tokens as :func:`moved_tokens` returns them; a pair may
+            also be the same token twice.
     """
     for group in groups:
-        slots = slot_mappings[group.group_id][tokens].long()
-        group.move_slots(slots[rows], slots)
+        slots = slot_mappings[group.group_id]
+        group.move(group.caches, slots[source].long(), slots[target].long())
