@@ -20,7 +20,8 @@ class TreeStep:
     Attributes:
         request_ids: Of the batch, in its order, as are the other sequences.
         trees: Of each request; empty ones without a draft.
-        first_rows: Of the logits of each request, ``N + 1`` rows for one with N nodes.
+        first_rows: Of the logits of each request, ``N + 1`` rows for one with N nodes, and more
+            where its draft is filled up.
         accepted: Accepted nodes of each request; none before verification.
         num_decode_tokens: Tokens of the step; 0 with prefills among them, as its duration cannot be
             attributed to nodes then.
@@ -70,9 +71,19 @@ class TreeStep:
 
     def show(self, request: DraftRequest, index: int) -> None:
         """Let a drafter see a request's part of the step, by its index in the batch."""
-        tree, path, first = self.trees[index], tuple(self.accepted[index]), self.first_rows[index]
-        rows = slice(first, first + tree.num_nodes + 1)
-        argmax = None if self.argmax is None else np.asarray(self.argmax[rows], dtype=np.int32)
-        request.last_step = VerifiedStep(tree, path, argmax)
+        argmax = None
+        if self.argmax is not None:
+            argmax = np.asarray(self.argmax[self._rows(index)], dtype=np.int32)
+        path = tuple(self.accepted[index])
+        request.last_step = VerifiedStep(self.trees[index], path, argmax)
+        self.show_rows(request, index)
+
+    def show_rows(self, request: DraftRequest, index: int) -> None:
+        """Let a drafter see the rows of logits alone, whose content may come later."""
         if self.likeliest is not None:
-            request.rows = LogitsRows(tree, path, *(array[rows] for array in self.likeliest))
+            rows = (array[self._rows(index)] for array in self.likeliest)
+            request.rows = LogitsRows(self.trees[index], tuple(self.accepted[index]), *rows)
+
+    def _rows(self, index: int) -> slice:
+        first = self.first_rows[index]
+        return slice(first, first + self.trees[index].num_nodes + 1)

@@ -46,7 +46,7 @@ from vllm_trie.drafts.budget import DraftForecast
 from vllm_trie.drafts.engine.runners import v2_lengths
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.runners.v2_delivery import Delivery, DraftPlaces, packed
-from vllm_trie.drafts.engine.runners.v2_launched import Arrays, LaunchedStep, StepsInFlight
+from vllm_trie.drafts.engine.runners.v2_launched import LaunchedStep, StepsInFlight
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.start.calibration import expect_measured
 from vllm_trie.drafts.engine.tree_step import TreeStep
@@ -147,7 +147,7 @@ class V2Adapter(Adapter):
 
         # Verify, on the device. The host gets its copies of what was there before the tokens, too.
         grammar = yield "masks", None
-        likeliest, argmax = self._copies_of(step, (yield "logits", cut.masks(grammar)))
+        self._read_logits(step, (yield "logits", cut.masks(grammar)))
         step.path = yield "path", draft_rows
         tokens, counts = yield "tokens", None
         arrived = torch.cuda.Event()  # the device waits while a blocking one wakes the host
@@ -170,10 +170,12 @@ class V2Adapter(Adapter):
         self._fillers = {
             name: places - len(drafts.get(name, ())) for name, places in cut.scheduled.items()
         }
-        if not trees.guard.drafter.needs_hidden_states:
-            hidden_states = None
-        results = tokens, counts, arrived, likeliest, argmax, hidden_states
-        self._in_flight.last = LaunchedStep(step, batch, texts, *results, max_nodes)
+        step.first_rows = batch.cu_num_logits_np.tolist()
+        states = None
+        if trees.guard.drafter.needs_hidden_states:
+            states = hidden_states[batch.logits_indices]
+        results = tokens, counts, arrived, states
+        self._in_flight.last = LaunchedStep(step, texts, *results, max_nodes)
         yield "end", None
 
     # -- start-up ----------------------------------------------------------------------------------
@@ -401,7 +403,7 @@ class V2Adapter(Adapter):
         if self._in_flight.only_last:
             before = self._draft_requests(last, [*map(self._is_running, last.texts)])
             for index, request in before.items():
-                last.show_rows(request, index)
+                last.step.show_rows(request, index)
             prepared = self.trees.prepare(before, last.tokens.shape[1])
         if prepared is not None:
             places = DraftPlaces(prepared.request_ids, verified, self.num_draft_tokens)
@@ -447,8 +449,7 @@ class V2Adapter(Adapter):
                 if last.texts[index].goes_on(request, new_tokens[index])
             }
         self._expect_no_drafts(last.texts, requests)
-        states = last.drafted_states()
-        paths = self.trees.draft(last.step, requests, states, start, lengths, early)
+        paths = self.trees.draft(last.step, requests, last.hidden_states, start, lengths, early)
         for text, drafted in zip(last.texts, paths, strict=True):
             text.drafted = drafted
 
@@ -478,25 +479,16 @@ class V2Adapter(Adapter):
             states: Hidden states, [tokens of the step, size] each, changed.
         """
 
-    def _copies_of(
-        self, step: TreeStep, logits: torch.Tensor | None
-    ) -> tuple[Arrays | None, np.ndarray | None]:
+    def _read_logits(self, step: TreeStep, logits: torch.Tensor | None) -> None:
         """Start copies to the host, for drafters that read them, before anything changes the
-        logits.
-
-        Returns:
-            The likeliest tokens of each row and their probabilities; the argmax of each row of
-            trees.
-        """
+        logits; their content arrives with the step's tokens."""
         if logits is None:
-            return None, None
-        likeliest = argmax = None
+            return
         if not self.chain_only and self.trees.guard.drafter.needs_node_argmax:
-            argmax = async_copy_to_np(logits.argmax(dim=-1))
+            step.argmax = async_copy_to_np(logits.argmax(dim=-1))
         if self.trees.reads_rows(step, len(logits)):
             tokens, probabilities = likeliest_on_device(logits)
-            likeliest = async_copy_to_np(tokens), async_copy_to_np(probabilities)
-        return likeliest, argmax
+            step.likeliest = async_copy_to_np(tokens), async_copy_to_np(probabilities)
 
     def _read_prompts(self, texts: Sequence[RequestText], max_nodes: int) -> None:
         """Let the drafter read the prompts that the device is computing."""
@@ -516,7 +508,6 @@ class V2Adapter(Adapter):
         new_tokens = [
             text.extend(row[:count]) if self._is_running(text) else [] for text, row, count in rows
         ]
-        launched.hand_on_rows()
         self.trees.accept(step, step.paths_of(new_tokens))
         self.trees.end_step(step, new_tokens)
         return new_tokens

@@ -12,14 +12,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_trie.drafts import DraftRequest, LogitsRows
 from vllm_trie.drafts.engine.runners.v2_requests import RequestText
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.drafts.engine.verifier import TreeVerifier
@@ -27,9 +25,6 @@ from vllm_trie.hooks.wire import WaitCause
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-Arrays = tuple[np.ndarray, np.ndarray]
 
 _MOST_AHEAD = 2
 """Steps that asynchronous scheduling launches before it reads an output."""
@@ -41,23 +36,18 @@ class LaunchedStep:
 
     Attributes:
         step: Its trees.
-        batch: As vLLM prepared it.
         texts: Of its requests.
         tokens, counts: [requests, N + 1] and [requests], the new tokens, once they have arrived.
         arrived: Tells when.
-        likeliest, argmax: Of the rows of logits, where the drafter reads them.
-        hidden_states: [tokens of the step, hidden_size].
+        hidden_states: [logits rows, hidden_size], where the drafter reads them.
         max_nodes: The scheduler's limit on the drafts after it.
     """
 
     step: TreeStep
-    batch: InputBatch
     texts: Sequence[RequestText]
     tokens: np.ndarray
     counts: np.ndarray
     arrived: torch.cuda.Event
-    likeliest: Arrays | None
-    argmax: np.ndarray | None
     hidden_states: torch.Tensor | None
     max_nodes: int
 
@@ -66,39 +56,6 @@ class LaunchedStep:
         """Whether the tokens have arrived. Nobody can ask vLLM's stand-in for events on CPUs, whose
         work is always done."""
         return bool(getattr(self.arrived, "query", lambda: True)())
-
-    def show_rows(self, request: DraftRequest, index: int) -> None:
-        """Let a drafter know where the rows of a request's chain arrive, by its index in the batch;
-        nothing is accepted yet."""
-        if self.likeliest is not None:
-            tree, first = self.step.trees[index], self.batch.cu_num_logits_np[index]
-            rows = (array[first : first + tree.num_nodes + 1] for array in self.likeliest)
-            request.rows = LogitsRows(tree, (), *rows)
-
-    def hand_on_rows(self) -> None:
-        """Hand what the drafter reads of rows of logits to the step, without those of fillers."""
-        if self.likeliest is None and self.argmax is None:
-            return
-        drafted = self._drafted_rows()
-        if self.likeliest is not None:
-            tokens, probabilities = self.likeliest
-            self.step.likeliest = tokens[drafted], probabilities[drafted]
-        if self.argmax is not None:
-            self.step.argmax = self.argmax[drafted]
-
-    def drafted_states(self) -> torch.Tensor | None:
-        """Return [rows, hidden_size], the hidden states of the same rows."""
-        if self.hidden_states is None:
-            return None
-        rows = async_tensor_h2d(self._drafted_rows(), device=self.hidden_states.device)
-        return self.hidden_states[self.batch.logits_indices[rows]]
-
-    def _drafted_rows(self) -> np.ndarray:
-        """Return int64 [rows], the rows of logits without those of fillers."""
-        num_rows = np.array([tree.num_nodes + 1 for tree in self.step.trees])
-        fillers_before = self.batch.cu_num_logits_np[:-1] - (num_rows.cumsum() - num_rows)
-        rows: np.ndarray = np.arange(num_rows.sum()) + np.repeat(fillers_before, num_rows)
-        return rows
 
 
 class StepsInFlight:
@@ -177,9 +134,9 @@ class StepsInFlight:
 
     def forget_rows(self) -> None:
         """Leave out what rows of logits hold likely: they are of other weights."""
-        if self.last is not None:
-            self.last = replace(self.last, likeliest=None)
-        self._left = deque(replace(step, likeliest=None) for step in self._left)
+        for launched in (*self._left, self.last):
+            if launched is not None:
+                launched.step.likeliest = None
 
     def clear(self) -> None:
         """Forget all steps; nobody takes in their tokens."""
