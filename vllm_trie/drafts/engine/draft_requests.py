@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.hooks.wire import CACHE_SALT, may_draft
+from vllm_trie.hooks.wire import CACHE_SALT
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 
 class RequestData(Protocol):
@@ -22,52 +21,6 @@ class RequestData(Protocol):
     sampling_params: SamplingParams | None
     prompt_token_ids: list[int] | None
     lora_request: LoRARequest | None
-
-
-def draft_requests(
-    batch: InputBatch,
-    states: Mapping[str, CachedRequestState],
-    new_tokens: Sequence[Sequence[int]],
-    max_model_len: int,
-    max_nodes: int,
-    chain_only: bool,
-) -> dict[int, DraftRequest]:
-    """Return the requests of Model Runner V1 that get a draft, by batch index.
-
-    Args:
-        batch: With the new tokens.
-        states: Of each request, by its id.
-        new_tokens: Of each request of the batch; none while its prefill goes on. The newest is
-            committed, its KV is not computed yet.
-        max_model_len, max_nodes, chain_only: See :func:`draft_request`.
-    """
-    requests = {}
-    texts = batch.token_ids_cpu.view()
-    # A drafter that writes to its view fails instead of changing the request.
-    texts.flags.writeable = False
-    num_tokens = batch.num_tokens_no_spec[: len(new_tokens)].tolist()
-    num_prompt_tokens = batch.num_prompt_tokens[: len(new_tokens)].tolist()
-    for index, tokens in enumerate(new_tokens):
-        if not tokens:
-            continue
-        request_id = batch.req_ids[index]
-        state = states[request_id]
-        params = state.sampling_params
-        num_outputs = len(state.output_token_ids)
-        if params is None or not may_draft(state) or ends_with(params, tokens[-1]):
-            continue
-        request = draft_request(
-            constant_fields(request_id, state, num_prompt_tokens[index]),
-            params,
-            texts[index, : num_tokens[index]],
-            num_outputs,
-            max_model_len,
-            max_nodes,
-            chain_only,
-        )
-        if request is not None:
-            requests[index] = request
-    return requests
 
 
 def constant_fields(request_id: str, data: RequestData, num_prompt_tokens: int) -> dict[str, Any]:

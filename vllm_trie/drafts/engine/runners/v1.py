@@ -23,8 +23,9 @@ from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.draft_requests import (
     constant_fields,
-    draft_requests,
+    draft_request,
     ended_request,
+    ends_with,
 )
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
@@ -121,15 +122,37 @@ class V1Speculation(Adapter):
     def _draft_requests(
         self, scheduled: SchedulerOutput, new_tokens: list[list[int]]
     ) -> dict[int, DraftRequest]:
-        runner = self.runner
-        return draft_requests(
-            runner.input_batch,
-            runner.requests,
-            new_tokens,
-            runner.max_model_len,
-            scheduled.num_spec_tokens_to_schedule,
-            self.chain_only,
-        )
+        """Return the requests that get a draft, by batch index.
+
+        The newest token of each is committed, its KV is not computed yet.
+        """
+        runner, batch = self.runner, self.runner.input_batch
+        requests = {}
+        texts = batch.token_ids_cpu.view()
+        # A drafter that writes to its view fails instead of changing the request.
+        texts.flags.writeable = False
+        num_tokens = batch.num_tokens_no_spec[: len(new_tokens)].tolist()
+        num_prompt_tokens = batch.num_prompt_tokens[: len(new_tokens)].tolist()
+        for index, tokens in enumerate(new_tokens):
+            if not tokens:
+                continue
+            request_id = batch.req_ids[index]
+            state = runner.requests[request_id]
+            params = state.sampling_params
+            if params is None or not may_draft(state) or ends_with(params, tokens[-1]):
+                continue
+            request = draft_request(
+                constant_fields(request_id, state, num_prompt_tokens[index]),
+                params,
+                texts[index, : num_tokens[index]],
+                len(state.output_token_ids),
+                runner.max_model_len,
+                scheduled.num_spec_tokens_to_schedule,
+                self.chain_only,
+            )
+            if request is not None:
+                requests[index] = request
+        return requests
 
     @property
     def running(self) -> Collection[str]:
