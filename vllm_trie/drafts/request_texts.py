@@ -219,9 +219,10 @@ class RequestTexts:
         """Index the prompt of a sample, and begin its branch; return the tokens that this took."""
         before, length = prompt.num_indexed, len(prompt.token_ids)
         if before < length and room > 0:
-            prompt.num_indexed = min(length, before + room)
-            prompt.index.synchronize_prompt(prompt.token_ids[: prompt.num_indexed])
-            self.num_tokens += prompt.num_indexed - before
+            end = min(length, before + room)
+            prompt.index.add_text(prompt.token_ids[before:end], 0 if before else None)
+            prompt.num_indexed = end
+            self.num_tokens += end - before
         text.num_indexed = prompt.num_indexed
         if prompt.num_indexed == length:
             text.text = prompt.index.begin_branch(prompt.token_ids[-self._max_order :])

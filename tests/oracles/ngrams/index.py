@@ -135,10 +135,6 @@ class NgramIndex:
         self._append_all(text, token_ids)
         return text
 
-    def synchronize_prompt(self, token_ids: np.ndarray) -> None:
-        """Give text 0 these tokens."""
-        self.synchronize(0, 0, token_ids.tolist())
-
     def synchronize(self, text: int, first: int, token_ids: list[int]) -> None:
         """Give a text these tokens from the place `first` on: append what is new. Where they do not
         continue it, begin it anew with them."""

@@ -70,13 +70,6 @@ class NativeIndex:
             raise MemoryError("no memory for the n-grams of a text")
         return int(number)
 
-    def synchronize_prompt(self, token_ids: np.ndarray) -> None:
-        """Give text 0 these int32 tokens: append what is new."""
-        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
-        status = self._library.ngram_index_synchronize(self.handle, tokens.ctypes.data, len(tokens))
-        if status == _NONE:
-            raise MemoryError("no memory for the n-grams of a prompt")
-
     def begin_branch(self, context: np.ndarray) -> int:
         """Begin a text that continues text 0, which ends with int32 [at most `max_order`] tokens.
 

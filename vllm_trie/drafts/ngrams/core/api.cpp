@@ -90,15 +90,6 @@ extern "C" int32_t ngram_index_add(Index* index, int32_t doc, const int32_t* tok
     });
 }
 
-// Give text 0 these tokens: append what is new. Returns 0, or kNone without memory.
-extern "C" int32_t ngram_index_synchronize(Index* index, const int32_t* tokens,
-                                           int64_t num_tokens) {
-    return without_throwing([&] {
-        index->synchronize(0, 0, tokens, num_tokens);
-        return 0;
-    });
-}
-
 // Begin a text after text 0, which ends with these tokens. Returns its number, or kNone without
 // memory.
 extern "C" int32_t ngram_index_branch(Index* index, const int32_t* context, int32_t size) {
