@@ -10,8 +10,10 @@ from functools import partial
 import numpy as np
 
 from tests.oracles.ngrams.mixture import ANY_TOKEN, FindRecycled, Recycled, Row
-from vllm_trie.drafts.ngrams import Job, Rows
+from vllm_trie.drafts import LogitsRows
+from vllm_trie.drafts.ngrams import Job
 from vllm_trie.drafts.ngrams.native import ROW_TOKENS
+from vllm_trie.tree import TokenTree
 
 LEAST_NEWS, LEAST_WEIGHT, UNIT = 0.2, 0.001, 1.0 / 65535
 
@@ -59,12 +61,13 @@ class RecycledTable:
         before = self.find(job, last[1:3])
         return Recycled(contexts, [], [(t, p) for t, p in before if t != last[-1]])
 
-    def _take_in(self, job: Job, rows: Rows, text: Sequence[int]) -> tuple[Row, Row]:
+    def _take_in(self, job: Job, rows: LogitsRows, text: Sequence[int]) -> tuple[Row, Row]:
         base = len(text) - 1 - len(rows.accepted)
         if base < 1:
             return [], []
         contexts = [([ANY_TOKEN] * 3 + list(text[:base]))[-3:]]
-        for token, parent in zip(rows.nodes.tolist(), rows.parents.tolist(), strict=True):
+        nodes, parents = rows.tree.token_list, rows.tree.parent_list
+        for token, parent in zip(nodes, parents, strict=True):
             contexts.append([*contexts[parent + 1][1:], token])
         listed = [
             list(zip(tokens, rates, strict=True))
@@ -83,8 +86,8 @@ class RecycledTable:
         likely = listed[last_accepted + 1]
         rejected = [
             (node, LEAST_WEIGHT + next((p for t, p in likely if t == token), 0.0))
-            for node, token in enumerate(rows.nodes.tolist())
-            if rows.parents[node] == last_accepted and token != text[-1]
+            for node, token in enumerate(nodes)
+            if parents[node] == last_accepted and token != text[-1]
         ]
         total = 0.0
         for _, weight in rejected:
@@ -126,14 +129,10 @@ class RecycledTable:
 
 def rows_of(
     listed: Sequence[Row], nodes: Sequence[int], parents: Sequence[int], accepted: Sequence[int]
-) -> Rows:
+) -> LogitsRows:
     """Return rows from lists."""
     tokens = [[token for token, _ in row] for row in listed]
     rates = [[rate for _, rate in row] for row in listed]
-    return Rows(
-        np.array(tokens, dtype=np.int32),
-        np.array(rates, dtype=np.float32),
-        np.array(nodes, dtype=np.int32),
-        np.array(parents, dtype=np.int32),
-        accepted,
-    )
+    tree = TokenTree.from_lists(nodes, parents)
+    arrays = np.array(tokens, dtype=np.int32), np.array(rates, dtype=np.float32)
+    return LogitsRows(tree, tuple(accepted), *arrays)

@@ -14,13 +14,12 @@ from vllm_trie.drafts.drafter import (
     Drafter,
     DrafterContext,
     DraftRequest,
-    LogitsRows,
     PreparedDrafts,
 )
 from vllm_trie.drafts.ngram_trie.options import NgramTrieOptions
 from vllm_trie.drafts.ngram_trie.recycling import Recycling
 from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
-from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Recycled, Rows, Source
+from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Recycled, Source
 from vllm_trie.drafts.ngrams.job import Draft
 from vllm_trie.drafts.ngrams.native import PackedJobs
 from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
@@ -185,7 +184,7 @@ class NgramTrieDrafter(Drafter):
             chain_only=request.chain_only,
             min_probability=request.min_probability,
             recycled=None if self.recycling is None else self.recycling.table,
-            rows=_rows(request.rows),
+            rows=request.rows,
             scope=0 if self.recycling is None else self.recycling.scope(request.cache_salt),
             first=text.first,
             text=text.text,
@@ -211,10 +210,3 @@ class _PreparedChains(PreparedDrafts):
     def trees(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         drafts = dict(zip(self.request_ids, self._jobs.drafts(), strict=True))
         return self._drafter.continued(requests, [drafts[r.request_id] for r in requests])
-
-
-def _rows(rows: LogitsRows | None) -> Rows | None:
-    if rows is None:
-        return None
-    tree, accepted, tokens, probabilities = rows
-    return Rows(tokens, probabilities, tree.token_ids, tree.parents, accepted)

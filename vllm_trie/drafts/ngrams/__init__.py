@@ -1,7 +1,7 @@
 """N-grams of texts: the index, and the blend of its contexts."""
 
 from vllm_trie.drafts.ngrams.blend import Blend, Recycled, Source
-from vllm_trie.drafts.ngrams.job import Candidates, Job, Rows
+from vllm_trie.drafts.ngrams.job import Candidates, Job
 from vllm_trie.drafts.ngrams.native import MAX_ORDER, NativeBackend, NativeIndex
 
 __all__ = [
@@ -12,6 +12,5 @@ __all__ = [
     "NativeBackend",
     "NativeIndex",
     "Recycled",
-    "Rows",
     "Source",
 ]

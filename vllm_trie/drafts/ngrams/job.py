@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_trie.drafts.drafter import LogitsRows
 from vllm_trie.tree import TokenTree
-
-
-class Rows(NamedTuple):
-    """The rows of logits of a request's last step: after the token before its tree, and after each
-    node. All arrays are contiguous."""
-
-    tokens: np.ndarray
-    """int32 [N + 1, ROW_TOKENS], the likeliest first."""
-    probabilities: np.ndarray
-    """float32 [N + 1, ROW_TOKENS]."""
-    nodes: np.ndarray
-    """int32 [N], the tree's tokens."""
-    parents: np.ndarray
-    """int32 [N]"""
-    accepted: Sequence[int]
-    """Nodes, the root's child first. The text's last token follows the last of them."""
 
 
 class Job(NamedTuple):
@@ -46,8 +30,9 @@ class Job(NamedTuple):
     """Nodes whose path is less likely are left out."""
     recycled: Any | None = None
     """Table of what the model held likely."""
-    rows: Rows | None = None
-    """Rows of logits that the table takes in first."""
+    rows: LogitsRows | None = None
+    """Rows of logits that the table takes in first. The text's last token follows the last accepted
+    node."""
     scope: int = 0
     """Part of the table: requests of different scopes share nothing."""
     first: int = 0

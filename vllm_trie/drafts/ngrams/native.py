@@ -177,12 +177,13 @@ class PackedJobs:
             arrays: Sequence[np.ndarray] = ()
             addresses = (0, 0)
             if logits_rows is not None:
-                *arrays, accepted = logits_rows
-                last = accepted[-1] if accepted else _NONE
-                counts = len(logits_rows.tokens), len(accepted), last
-                if job.step_row != _NONE:
-                    addresses = arrays[0].ctypes.data, arrays[1].ctypes.data
-                    arrays = arrays[2:]
+                tree, accepted, *likely = logits_rows
+                counts = len(likely[0]), len(accepted), accepted[-1] if accepted else _NONE
+                arrays = tree.token_ids, tree.parents
+                if job.step_row == _NONE:
+                    arrays = *likely, *arrays
+                else:
+                    addresses = likely[0].ctypes.data, likely[1].ctypes.data
             packed = _PACK_JOB(
                 0 if text is None else text.handle,
                 0 if store is None else store.handle,
