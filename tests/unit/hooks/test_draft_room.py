@@ -9,8 +9,7 @@ import pytest
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
-from vllm_trie.drafts.engine.scheduler import draft_room
-from vllm_trie.drafts.engine.scheduler.draft_room import DraftRoom
+from vllm_trie.drafts.engine.scheduler.draft_room import cut_drafts
 
 BUDGET = 256
 COMPILING = {"status": RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
@@ -53,7 +52,7 @@ def compiled(grammar: object) -> Any:
     ],
 )
 @pytest.mark.parametrize("num_placeholders", [0, 41])
-def test_a_prompt_that_fits_gets_its_tokens(monkeypatch, waiting, lengths, num_placeholders):
+def test_a_prompt_that_fits_gets_its_tokens(waiting, lengths, num_placeholders):
     running = [
         request(
             120,
@@ -63,19 +62,19 @@ def test_a_prompt_that_fits_gets_its_tokens(monkeypatch, waiting, lengths, num_p
         )
         for _ in range(6)
     ]
-    assert drafts_left(monkeypatch, running, waiting) == lengths
+    assert drafts_left(running, waiting) == lengths
 
 
-def test_a_prefill_under_way_gets_its_tokens(monkeypatch):
+def test_a_prefill_under_way_gets_its_tokens():
     decoding = [request(120, draft=100, num_computed_tokens=119) for _ in range(2)]
     prefill = request(600, num_computed_tokens=400)
-    assert drafts_left(monkeypatch, [decoding[0], prefill, decoding[1]]) == [27, 0, 27]
+    assert drafts_left([decoding[0], prefill, decoding[1]]) == [27, 0, 27]
 
 
-def test_a_prompt_without_memory_takes_no_room(monkeypatch):
+def test_a_prompt_without_memory_takes_no_room():
     running = [request(120, draft=40, num_computed_tokens=119) for _ in range(6)]
-    assert drafts_left(monkeypatch, running, [request(200)], num_blocks=12) == [40] * 6
-    assert drafts_left(monkeypatch, running, [request(200)], num_blocks=13) == [8] * 6
+    assert drafts_left(running, [request(200)], num_blocks=12) == [40] * 6
+    assert drafts_left(running, [request(200)], num_blocks=13) == [8] * 6
 
 
 def cached(request: Any) -> tuple[None, int, int]:
@@ -84,12 +83,8 @@ def cached(request: Any) -> tuple[None, int, int]:
 
 
 def drafts_left(
-    monkeypatch: pytest.MonkeyPatch,
-    running: list[Any],
-    waiting: list[Any] | None = None,
-    num_blocks: int = 1000,
+    running: list[Any], waiting: list[Any] | None = None, num_blocks: int = 1000
 ) -> list[int]:
-    monkeypatch.setattr(draft_room.config, "read", lambda _: object())
     scheduler: Any = SimpleNamespace(
         running=running,
         waiting=FCFSRequestQueue(waiting or []),
@@ -101,7 +96,6 @@ def drafts_left(
             block_pool=SimpleNamespace(get_num_free_blocks=lambda: num_blocks),
             get_computed_blocks=cached,
         ),
-        vllm_config=None,
     )
-    DraftRoom(scheduler).cut_drafts()
+    cut_drafts(scheduler)
     return [len(request.spec_token_ids) for request in running]

@@ -10,13 +10,15 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
 from vllm_trie.drafts.engine.scheduler import next_drafts
-from vllm_trie.drafts.engine.scheduler.next_drafts import GIVING_SHARE, MOST_GIVING, FirstTokens
+from vllm_trie.drafts.engine.scheduler.next_drafts import GIVING_SHARE, MOST_GIVING, NextDrafts
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """Return a function that counts the drafts left in each of some steps."""
     monkeypatch.setattr(next_drafts.config, "read", lambda _: object())
+    monkeypatch.setattr(next_drafts, "loaded", lambda part: ())
+    monkeypatch.setattr(next_drafts, "cut_drafts", lambda scheduler: None)
 
     def steps(
         number: int,
@@ -33,11 +35,11 @@ def steps(monkeypatch):
             use_v2_model_runner=is_on_v2,
             vllm_config=None,
         )
-        first_tokens, draft_counts = FirstTokens(scheduler), []
+        changes, draft_counts = NextDrafts(scheduler), []
         for _ in range(number):
             for request in scheduler.running:
                 request.spec_token_ids = [1, 2, 3]
-            first_tokens.remove_drafts()
+            changes.change()
             draft_counts.append(sum(len(request.spec_token_ids) for request in scheduler.running))
         return draft_counts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_trie.drafts.engine import config
-from vllm_trie.drafts.engine.scheduler.draft_room import DraftRoom
+from vllm_trie.drafts.engine.scheduler.draft_room import cut_drafts
 from vllm_trie.extras import loaded
 from vllm_trie.hooks.ledger.record import Result, Symbols
 from vllm_trie.hooks.wire import InternalRequest
@@ -31,15 +31,11 @@ class FirstTokens:
     them: they end requests earlier, which frees places for those that wait.
 
     Args:
-        scheduler: vLLM's. On Model Runner V2 the worker has the drafts already, and nothing is
-            removed.
+        scheduler: vLLM's.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._has_drafts = (
-            config.read(scheduler.vllm_config) is not None and not scheduler.use_v2_model_runner
-        )
         self._allowed = MOST_GIVING  # steps
 
     def remove_drafts(self) -> bool:
@@ -48,8 +44,6 @@ class FirstTokens:
         Returns:
             Whether drafts of the next step may be extended here.
         """
-        if not self._has_drafts:
-            return False
         self._allowed = min(self._allowed + GIVING_SHARE, MOST_GIVING)
         if self._allowed < 1.0 or not self._can_start_stream():
             return True
@@ -83,16 +77,20 @@ class NextDrafts:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._first_tokens = FirstTokens(scheduler)
+        self._scheduler = scheduler
+        self._has_drafts = config.read(scheduler.vllm_config) is not None
+        # On Model Runner V2 the worker has the drafts already, and they can only be cut.
+        self._first_tokens = None if scheduler.use_v2_model_runner else FirstTokens(scheduler)
         self.extensions = [make(scheduler) for make in loaded("draft_extension")]
-        self._room = DraftRoom(scheduler)
 
     def change(self) -> None:
         """Change the drafts of the running requests."""
-        if self._first_tokens.remove_drafts():
+        if not self._has_drafts:
+            return
+        if self._first_tokens is not None and self._first_tokens.remove_drafts():
             for extension in self.extensions:
                 extension.extend_drafts()
-        self._room.cut_drafts()
+        cut_drafts(self._scheduler)
 
 
 def next_drafts(scheduler: Scheduler) -> NextDrafts:
