@@ -76,13 +76,7 @@ class GuardedDrafter:
             return None
         if any(source.may_extend(request) for source in self.sources for request in requests):
             return None
-        try:
-            return self._call(self.drafter.prepare, requests, rows, num_new)
-        except _TooLate as error:
-            self._rest(error)
-        except Exception:  # what fails here fails again in a draft
-            self._logger.debug("preparing drafts failed", exc_info=True)
-        return None
+        return self._attempt("preparing drafts", self.drafter.prepare, requests, rows, num_new)
 
     def draft_prepared(
         self, prepared: PreparedDrafts, tokens: np.ndarray, counts: np.ndarray
@@ -90,24 +84,24 @@ class GuardedDrafter:
         """Return what was prepared, see :meth:`PreparedDrafts.draft`; None if that has failed, or
         is not of its form."""
         start = time.perf_counter()
-        try:
-            lengths, chains = self._call(prepared.draft, tokens, counts)
-            num_drafts, width = chains.shape
-            is_valid = (
-                lengths.shape == (num_drafts,) == (len(prepared.request_ids),)
-                and ((lengths >= 0) & (lengths <= width)).all()
-            )
-            if is_valid:  # anything may be behind a chain
-                drafted = chains[np.arange(width) < lengths[:, None]]
-                is_valid = ((drafted >= 0) & (drafted < self._vocab_size)).all()
-            return (lengths, chains) if is_valid else None
-        except _TooLate as error:
-            self._rest(error)
-        except Exception:
-            self._logger.debug("drafting what was prepared failed", exc_info=True)
-        finally:
-            self.seconds += time.perf_counter() - start
-        return None
+        what = "drafting what was prepared"
+        drafted = self._attempt(what, self._drafted_in_form, prepared, tokens, counts)
+        self.seconds += time.perf_counter() - start
+        return drafted
+
+    def _drafted_in_form(
+        self, prepared: PreparedDrafts, tokens: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        lengths, chains = prepared.draft(tokens, counts)
+        num_drafts, width = chains.shape
+        is_valid = (
+            lengths.shape == (num_drafts,) == (len(prepared.request_ids),)
+            and ((lengths >= 0) & (lengths <= width)).all()
+        )
+        if is_valid:  # anything may be behind a chain
+            drafted = chains[np.arange(width) < lengths[:, None]]
+            is_valid = ((drafted >= 0) & (drafted < self._vocab_size)).all()
+        return (lengths, chains) if is_valid else None
 
     def propose(
         self, requests: Sequence[DraftRequest], prepared: PreparedDrafts | None = None
@@ -140,15 +134,10 @@ class GuardedDrafter:
         return [by_id.get(r.request_id, _EMPTY) for r in requests]
 
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
-        """Let the drafter take in new requests' prompts; what fails here fails again in a draft."""
-        if self._is_resting or not requests:
-            return
-        try:
-            self._call(self.drafter.read_prompts, requests)
-        except _TooLate as error:
-            self._rest(error)
-        except Exception:
-            self._logger.debug("reading prompts ahead of their drafts failed", exc_info=True)
+        """Let the drafter take in new requests' prompts."""
+        if not self._is_resting and requests:
+            what = "reading prompts ahead of their drafts"
+            self._attempt(what, self.drafter.read_prompts, requests)
 
     def release(self, request_id: str, ended: DraftRequest | None) -> None:
         """Forget a request that has ended.
@@ -201,6 +190,18 @@ class GuardedDrafter:
         """Return the number of failures since the last call, by reasons that had any."""
         taken, self._new_failures = self._new_failures, {}
         return taken
+
+    def _attempt(
+        self, what: str, method: Callable[..., _Result], *arguments: Any
+    ) -> _Result | None:
+        """Return ``method(*arguments)``; None if it fails, as it then fails again in a draft."""
+        try:
+            return self._call(method, *arguments)
+        except _TooLate as error:
+            self._rest(error)
+        except Exception:
+            self._logger.debug("%s failed", what, exc_info=True)
+        return None
 
     def _call(self, method: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return ``method(*arguments)``; raise :class:`_TooLate` if that took too long."""
