@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ _PACK_STEP = LIBRARY.layout("NewTokens").pack
 _NO_STEP = _PACK_STEP(0, 0, 0)
 
 
+def _free_with(owner: Any, free: Callable[[int], None]) -> None:
+    """Free an object's native memory with it, and not at the end of the process: somebody may still
+    use it."""
+    weakref.finalize(owner, free, owner.handle).atexit = False
+
+
 class NativeIndex:
     """An index of texts in native memory, freed with the object."""
 
@@ -42,10 +49,7 @@ class NativeIndex:
         self.handle = self._library.ngram_index_new(max_order)
         if not self.handle:
             raise MemoryError("no memory for an n-gram index")
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._library.ngram_index_free(self.handle)
+        _free_with(self, self._library.ngram_index_free)
 
     @property
     def num_tokens(self) -> int:
@@ -129,10 +133,7 @@ class NativeArchive:
         )
         if not self.handle:
             raise ValueError("the arrays do not form an n-gram index")
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._library.ngram_archive_close(self.handle)
+        _free_with(self, self._library.ngram_archive_close)
 
 
 class NativeRecycled:
@@ -148,10 +149,7 @@ class NativeRecycled:
         self.handle = self._library.recycled_new(max_contexts, max_scopes, os.urandom(16))
         if not self.handle:
             raise MemoryError(f"no memory for {max_contexts} recycled contexts")
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._library.recycled_free(self.handle)
+        _free_with(self, self._library.recycled_free)
 
     def forget(self, scope: int) -> None:
         """Remove the contexts of a scope."""

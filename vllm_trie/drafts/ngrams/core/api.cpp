@@ -1,7 +1,6 @@
 // The C interface that native.py calls through ctypes.
 
 #include <exception>
-#include <new>
 
 #include "draft.hpp"
 
@@ -25,11 +24,11 @@ int32_t without_throwing(const Work& work) noexcept {
     }
 }
 
-// Returns an object of this size, null without memory.
-template <typename T>
-T* make(int32_t size) noexcept {
+// Returns an object made of these arguments, null without memory.
+template <typename T, typename... Arguments>
+T* make(Arguments... arguments) noexcept {
     try {
-        return new T(size);
+        return new T(arguments...);
     } catch (const std::exception&) {
         return nullptr;
     }
@@ -124,11 +123,7 @@ extern "C" void ngram_index_arrays(const Index* index, int64_t* found) {
 extern "C" RecycledTable* recycled_new(int32_t max_contexts, int32_t max_scopes, const char* key) {
     uint64_t words[2];
     std::memcpy(words, key, sizeof(words));
-    try {
-        return new RecycledTable(max_contexts, max_scopes, words);
-    } catch (const std::exception&) {
-        return nullptr;
-    }
+    return make<RecycledTable>(max_contexts, max_scopes, words);
 }
 
 extern "C" void recycled_free(RecycledTable* table) { delete table; }
@@ -143,7 +138,7 @@ extern "C" Archive* ngram_archive_open(const void* nodes, int64_t num_nodes, con
     if (!is_power_of_two || num_nodes < 1 || num_nodes > INT32_MAX || num_tokens > INT32_MAX ||
         max_order < 1 || max_order > ngram::kMaxOrder)
         return nullptr;
-    Archive* archive = new (std::nothrow) Archive;
+    Archive* archive = make<Archive>();
     if (archive == nullptr) return nullptr;
     archive->text = {tokens, static_cast<int32_t>(num_tokens)};
     archive->view = {static_cast<const Node*>(nodes), table, static_cast<uint32_t>(table_size - 1),

@@ -93,14 +93,13 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens, const 
                               const Candidates& candidates, const Blend& blend) {
     tree_.begin(job.limits, job.recycled == nullptr ? 1.0 : blend.recycled.odds);
     num_sources_ = 0;
-    if (job.own != nullptr) add_source(kOwn, job.own->view());
-    if (job.store != nullptr) add_source(kStore, job.store->view());
-    if (job.archive != nullptr) add_source(kArchive, job.archive->view);
     if (job.own != nullptr) {
         if (job.num_indexed > 0)
             job.own->synchronize(job.text, job.first, tokens, job.num_indexed);
-        sources_[0] = job.own->view();
+        add_source(kOwn, job.own->view());
     }
+    if (job.store != nullptr) add_source(kStore, job.store->view());
+    if (job.archive != nullptr) add_source(kArchive, job.archive->view);
     if (contexts_.size() < kMaxSources) contexts_.resize(kMaxSources);
     for (int32_t s = 0; s < num_sources_; ++s)
         match_suffix(sources_[s], tokens, job.num_tokens, contexts_[s]);
