@@ -158,9 +158,9 @@ def _launches_ahead(vllm_config: VllmConfig) -> bool:
     whose device gave up its drafts would verify other tokens than the others.
     """
     tree_config = config.read(vllm_config)
+    assert tree_config is not None
     return (
-        tree_config is not None
-        and tree_config.engine_options.launch_ahead
+        tree_config.engine_options.launch_ahead
         and bool(vllm_config.scheduler_config.async_scheduling)
         and tree_config.speculator is None
         and vllm_config.lora_config is None
@@ -331,7 +331,8 @@ def init_speculator(
     worker makes its runner."""
     tree_config = config.read(vllm_config)
     speculative: Any = vllm_config.speculative_config
-    if tree_config is None or tree_config.speculator is None:
+    assert tree_config is not None
+    if tree_config.speculator is None:
         make = original if speculative.method == PATCHED_V2_METHOD else HostSpeculator
         return make(vllm_config, device, req_states)
     speculator = original(tree_config.speculator.configuration(vllm_config), device, req_states)

@@ -33,11 +33,7 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
         vllm_config: As written by :func:`vllm_trie.drafts.engine.start.translate.translate`.
     """
     tree_config = config.read(vllm_config)
-    if tree_config is None:
-        raise ValueError(
-            f"{config.PROPOSER_CLASS} needs the method's name; set "
-            "speculative_config={'method': NAME} instead of naming the class"
-        )
+    assert tree_config is not None, "config.read refuses a class without a method"
     context = drafter_context(vllm_config, tree_config.draft_model)
     stores = [s for stores in loaded("text_stores") for s in stores(vllm_config, context)]
     context = replace(context, text_stores=stores)
