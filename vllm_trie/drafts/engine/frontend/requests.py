@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.frontend.request_options import refusing_what_fails, with_packed_options
 from vllm_trie.hooks.ledger.record import Symbols
+from vllm_trie.hooks.start.additional_config import own_part
 from vllm_trie.hooks.wire import CACHE_SALT, extra_args_of
 
 if TYPE_CHECKING:
@@ -51,9 +52,6 @@ def _samples_as_plain(processor: InputProcessor) -> bool:
     vLLM's rejection sampler does not apply them. A walk down a tree calls vLLM's own sampler with
     the whole batch, as without speculation. Only replayed traces do not go with either.
     """
-    vllm_config = processor.vllm_config
-    return (
-        config.read(vllm_config) is not None
-        and config.verification(vllm_config) == "tree"
-        and not processor.model_config.enable_trace_replay
-    )
+    options = own_part(processor.vllm_config.additional_config)
+    verifies_trees = options.get(config.VERIFICATION) == "tree"
+    return verifies_trees and not processor.model_config.enable_trace_replay
