@@ -149,22 +149,16 @@ class TokenTree:
     def filled_up(self, num_nodes: int) -> TokenTree:
         """Return the tree with a chain of fillers behind its last node, `num_nodes` nodes in all.
 
-        Fillers have token 0, must never be accepted, and no other node has them as ancestors. A
-        chain stays a chain.
+        Fillers have token 0, and no other node has them as ancestors. A chain stays a chain. The
+        result does not say which nodes must never be accepted.
         """
         num_fillers = num_nodes - self.num_nodes
         if num_fillers <= 0:
             return self
-        never_accept = np.zeros(num_nodes, dtype=bool)
-        if self.never_accept is not None:
-            never_accept[: self.num_nodes] = self.never_accept
-        never_accept[self.num_nodes :] = True
         fillers = np.arange(self.num_nodes - 1, num_nodes - 1, dtype=np.int32)
         return TokenTree(
             np.append(self.token_ids, np.zeros(num_fillers, dtype=np.int32)),
             np.append(self.parents, fillers),
-            None,
-            never_accept,
         )
 
     def copy(self) -> TokenTree:

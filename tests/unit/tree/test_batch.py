@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_a_batch_is_worked_on_as_its_trees_are(trees, data):
         TokenTree.from_lists([1], [-1], [-0.1]),
         TokenTree(np.array([1], dtype=np.int64), np.array([-1], dtype=np.int32)),
         TokenTree(np.array([1, 2], dtype=np.int32), np.array([-1], dtype=np.int32)),
-        TokenTree.from_lists([1], [-1], [0.5]).filled_up(2),
+        replace(TokenTree.from_lists([1], [-1]), never_accept=np.array([True])),
     ],
 )
 def test_a_batch_with_a_doubtful_tree_is_looked_at_one_by_one(tree):

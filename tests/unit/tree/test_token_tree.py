@@ -36,16 +36,13 @@ def test_the_path_that_spells_tokens(tree, data):
 
 
 @given(token_trees(), st.integers(0, 50))
-def test_fillers_are_below_the_last_node_and_never_accepted(tree, size):
+def test_fillers_are_below_the_last_node(tree, size):
     filled = tree.filled_up(size)
     filled.validate(VOCAB, max_nodes=max(size, tree.num_nodes))
     assert paths_of(filled)[: tree.num_nodes] == paths_of(tree)
     assert filled.num_nodes == max(size, tree.num_nodes)
     assert filled.is_chain == tree.is_chain
     if size > tree.num_nodes:
-        accepted = np.arange(size) < tree.num_nodes
-        assert filled.never_accept is not None
-        np.testing.assert_array_equal(filled.never_accept, ~accepted)
         assert not filled.ancestor_mask()[: tree.num_nodes, tree.num_nodes :].any()
 
 
