@@ -27,7 +27,7 @@ from tests.engine.compare import differences, generate, preemptions
 from tests.engine.sleeping_ranks import let_ranks_sleep
 from tests.engine.v2_order import FILE, note_order, orders
 from tests.engine.v2_run import AS_CHAINS, CHAINS, TEXTS, TREES, UNION, engine, greedy
-from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.drafts.budget import NodeBudget, StepCost
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank has no NUMA node of its own
@@ -51,7 +51,7 @@ REAL = "V2_REAL_BUDGETS"
 def replace_budgets() -> None:
     """Let budgets draft after all steps and verify all nodes, unless they are to pause; of those
     that decide by themselves, let nodes cost more on rank 0 than on the other."""
-    should_draft, cut, expect = NodeBudget.should_draft, NodeBudget.cut, NodeBudget.expect_step
+    should_draft, cut, stock_expect = NodeBudget.should_draft, NodeBudget.cut, StepCost.expect
 
     def should_draft_or_not(self: NodeBudget, num_rows: int) -> bool:
         return should_draft(self, num_rows) if REAL in os.environ else not pauses().exists()
@@ -59,11 +59,11 @@ def replace_budgets() -> None:
     def cut_or_not(self: NodeBudget, trees: Any, num_rows: int) -> list[Any]:
         return cut(self, trees, num_rows) if REAL in os.environ else list(trees)
 
-    def expect_step(self: NodeBudget, num_tokens: int, seconds: float) -> None:
-        expect(self, num_tokens, seconds * num_tokens ** (1 - torch.distributed.get_rank()))
+    def expect(self: StepCost, num_tokens: int, seconds: float) -> None:
+        stock_expect(self, num_tokens, seconds * num_tokens ** (1 - torch.distributed.get_rank()))
 
     NodeBudget.should_draft = should_draft_or_not  # type: ignore[method-assign]
-    NodeBudget.cut, NodeBudget.expect_step = cut_or_not, expect_step  # type: ignore[method-assign]
+    NodeBudget.cut, StepCost.expect = cut_or_not, expect  # type: ignore[method-assign]
 
 
 replace_budgets()

@@ -103,7 +103,7 @@ def node_budget(seconds: Seconds, waits: bool = False) -> NodeBudget:
     budget = NodeBudget()
     budget.drafting_waits = waits
     for num_tokens, took in seconds.items():
-        budget.expect_step(num_tokens, took)
+        budget.cost.expect(num_tokens, took)
     return budget
 
 
@@ -484,7 +484,7 @@ class _Machine:
 
     def expect(self) -> None:
         for n in (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 257):
-            self.budget.expect_step(n, self.seconds(n))
+            self.budget.cost.expect(n, self.seconds(n))
 
     @staticmethod
     def seconds(num_tokens: int) -> float:
@@ -554,7 +554,7 @@ def test_sizes_that_once_seemed_slow_are_tried_again(num_rows):
 def test_wrong_proportions_at_the_start_are_corrected(factor):
     machine = _Machine(8)
     for num_tokens in (16, 17, 32, 33, 64, 65, 128, 257):
-        machine.budget.expect_step(num_tokens, factor * machine.seconds(num_tokens))
+        machine.budget.cost.expect(num_tokens, factor * machine.seconds(num_tokens))
     machine.predicted = 0.65 ** np.arange(1, 9)
     machine.verified_nodes(0.65, 4000)
     assert machine.verified_nodes(0.65, 100) > 1.5

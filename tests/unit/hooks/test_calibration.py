@@ -16,8 +16,9 @@ class Budget:
     def __init__(self) -> None:
         self.observed: list[int] = []
         self.seconds: list[float] = []
+        self.cost = self
 
-    def expect_step(self, num_tokens: int, seconds: float) -> None:
+    def expect(self, num_tokens: int, seconds: float) -> None:
         assert seconds > 0
         self.observed.append(num_tokens)
         self.seconds.append(seconds)

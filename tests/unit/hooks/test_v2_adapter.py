@@ -503,7 +503,7 @@ class Timed(NodeBudget):
     def __init__(self, seconds_of_node: float) -> None:
         super().__init__()
         for num_tokens in (1, 2, 4, 8):
-            self.expect_step(num_tokens, 0.01 + seconds_of_node * num_tokens)
+            self.cost.expect(num_tokens, 0.01 + seconds_of_node * num_tokens)
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         super().observe_step(num_tokens, self.cost(num_tokens))

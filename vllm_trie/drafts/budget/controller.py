@@ -165,10 +165,6 @@ class NodeBudget:
     def pause(self, pause: tuple[int, int, int]) -> None:
         self._pause, self._rows_at_pause, self._next_pause = pause
 
-    def expect_step(self, num_tokens: int, seconds: float) -> None:
-        """Set a first estimate of the duration of a step with `num_tokens` tokens."""
-        self.cost.expect(num_tokens, seconds)
-
     def expect_wait(self, unwaited: float, waited: float) -> None:
         """Set a first estimate of what the wait costs where drafting waits.
 

@@ -175,15 +175,8 @@ class V1Speculation(Adapter):
     # -- what vLLM asks of a proposer --------------------------------------------------------------
 
     def propose(self, *unused: object, **unused_too: object) -> None:
-        """Refuse a model runner that expects chains of drafts from a proposer.
-
-        Raises:
-            RuntimeError: always. Only a runner without the plugin's overrides calls this.
-        """
-        raise RuntimeError(
-            "vllm-trie's drafters need the plugin's worker class, and this engine runs another "
-            "one; leave worker_cls at 'auto'"
-        )
+        """Raise: only a runner without the plugin's overrides calls this."""
+        raise NotImplementedError
 
     def run_forward(self, num_tokens: int) -> None:
         runner = self.runner

@@ -545,7 +545,7 @@ class V2Adapter(Adapter):
 
     def _draft_request(self, request: RequestText, max_nodes: int) -> DraftRequest | None:
         max_model_len = self._req_states.max_model_len
-        return request.draft_request(max_model_len, max_nodes, self._needs_chain)
+        return request.draft_request(max_model_len, max_nodes, self._needs_chain(request.params))
 
     def _needs_chain(self, params: SamplingParams) -> bool:
         """Return whether a request's draft must be a chain, as structured outputs always do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ class RequestText:
         )
 
     def draft_request(
-        self, max_model_len: int, max_nodes: int, needs_chain: Callable[[SamplingParams], bool]
+        self, max_model_len: int, max_nodes: int, chain_only: bool
     ) -> DraftRequest | None:
         """Return the request as drafters see it, None if it gets no draft."""
         if not self.may_draft or self.has_ended:
@@ -80,7 +80,7 @@ class RequestText:
             self.num_tokens - self.num_prompt_tokens,
             max_model_len,
             max_nodes,
-            chain_only=needs_chain(self.params),
+            chain_only,
         )
 
     def goes_on(self, request: DraftRequest, new_tokens: Sequence[int]) -> bool:

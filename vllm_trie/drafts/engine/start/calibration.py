@@ -66,7 +66,7 @@ def calibrate_step_cost(
     level = logs.mean(axis=1)
     proportions = np.median(logs - level[:, None], axis=0)
     for num_tokens, took in zip(sizes, np.exp(np.median(level) + proportions), strict=True):
-        budget.expect_step(num_tokens, float(took))
+        budget.cost.expect(num_tokens, float(took))
 
 
 def expect_measured(budget: NodeBudget | None, seconds: np.ndarray) -> None:
@@ -79,5 +79,5 @@ def expect_measured(budget: NodeBudget | None, seconds: np.ndarray) -> None:
     num_tokens = 1
     while budget is not None and num_tokens + 1 < len(seconds):
         for size in (num_tokens, num_tokens + 1):  # a CUDA graph's size, and one beyond
-            budget.expect_step(size, float(seconds[size]))
+            budget.cost.expect(size, float(seconds[size]))
         num_tokens *= 2
