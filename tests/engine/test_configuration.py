@@ -92,7 +92,6 @@ def test_options_reach_the_drafter(engine):
     assert drafter.options.index_tokens == drafter.Options().index_tokens
     assert drafter.context.num_nodes == 8
     assert drafter.context.max_model_len == 1024
-    assert drafter.context.eos_token_ids == (0,)
     assert drafter.context.vocab_size == 2048
 
 

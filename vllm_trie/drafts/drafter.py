@@ -36,7 +36,6 @@ class DrafterContext:
         dtype, device: Of the target model, as PyTorch spells them ("bfloat16", "cpu").
         tensor_parallel_size, rank: Every rank drafts, and all verify rank 0's trees.
         model, tokenizer: Names or paths of the target model and its tokenizer.
-        eos_token_ids: Tokens that end a sequence.
         draft_model: Name or path of the drafter's own weights, for methods that have weights.
         text_stores: Take the outputs of ended requests and bring those of other engines, see
             :meth:`Drafter.keeps_texts`.
@@ -53,7 +52,6 @@ class DrafterContext:
     rank: int = 0
     model: str = ""
     tokenizer: str | None = None
-    eos_token_ids: tuple[int, ...] = ()
     draft_model: str | None = None
     text_stores: Sequence[TextStore] = ()
 

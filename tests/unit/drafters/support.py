@@ -23,7 +23,6 @@ def make_context(**changes: Any) -> DrafterContext:
         "max_num_seqs": 8,
         "num_nodes": 32,
         "hidden_size": 16,
-        "eos_token_ids": (2,),
     }
     return DrafterContext(**{**values, **changes})
 

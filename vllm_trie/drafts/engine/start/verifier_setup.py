@@ -20,7 +20,7 @@ from vllm_trie.tree import TokenTree
 from vllm_trie.tree.batch import LIBRARY
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
 
 logger = init_logger(__name__)
@@ -93,14 +93,5 @@ def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> Drafter
         rank=parallel.rank % parallel.tensor_parallel_size,
         model=model.model,
         tokenizer=model.tokenizer,
-        eos_token_ids=_eos_token_ids(model),
         draft_model=draft_model,
     )
-
-
-def _eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
-    for source in (model.try_get_generation_config(), vars(model.hf_config)):
-        eos = source.get("eos_token_id")
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-    return ()
