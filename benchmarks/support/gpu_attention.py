@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from support.harness import Row
+from vllm_trie.attention.tree_batch import slot_mask
 from vllm_trie.extras.device_checks.kernel_check import (
     LayerShape,
     RequestShape,
@@ -135,9 +136,15 @@ def chain_run(
     return lambda: flash_attn_varlen_func(query, keys, values, **arguments)
 
 
+def _mask(step: Step) -> torch.Tensor:
+    """Return bool [num_queries, seq_len], the KV slots that each query token sees."""
+    (row,), (words,) = step.trees.rows, step.trees.ancestor_words
+    return torch.from_numpy(slot_mask(words, row.num_queries, row.seq_len))
+
+
 def masked_run(step: Step, device: torch.device) -> Run:
     """Return a run of torch's attention with a mask, over keys and values that lie in order."""
-    (mask,) = step.trees.masks
+    mask = _mask(step)
     heads, keys, values = (
         part.to(device).transpose(0, 1)[None] for part in (step.query, step.keys, step.values)
     )
@@ -171,7 +178,7 @@ def xformers_run(step: Step, device: torch.device) -> Run:
         part.to(device)[None, :, :, None].expand(-1, -1, -1, group, -1)
         for part in (step.keys, step.values)
     )
-    (mask,) = step.trees.masks
+    mask = _mask(step)
     seen = mask[:, context:].to(device)  # the token before the tree, and the tree
     bias = torch.zeros(seen.shape, dtype=query.dtype, device=device).masked_fill_(~seen, -torch.inf)
     prefix = BlockDiagonalPaddedKeysMask.from_seqlens([num_queries], context, [context])

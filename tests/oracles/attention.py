@@ -15,6 +15,7 @@ from vllm_trie.attention import (
     build_tree_batch,
     split_cache,
 )
+from vllm_trie.attention.tree_batch import slot_mask
 
 
 def tree_attention_in_torch(
@@ -34,7 +35,8 @@ def tree_attention_in_torch(
     keys, values = split_cache(kv_cache)
     trees = _each_alone(trees)
     num_kv_heads, head_size = keys.shape[1], keys.shape[2]
-    for index, (row, mask) in enumerate(zip(trees.rows, trees.masks, strict=True)):
+    for index, (row, words) in enumerate(zip(trees.rows, trees.ancestor_words, strict=True)):
+        mask = torch.from_numpy(slot_mask(words, row.num_queries, row.seq_len))
         num_blocks = -(-row.seq_len // block_size)
         blocks = block_table[row.batch_index, :num_blocks].long()
         # [blocks, heads, head_size, block] -> [heads, slots, head_size]

@@ -20,7 +20,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.tree import words_per_node
@@ -93,14 +92,6 @@ class TreeBatch:
         sizes = self.row_array[:, 3]
         counts: np.ndarray = sizes * words_per_node(sizes)
         return counts
-
-    @cached_property
-    def masks(self) -> list[torch.Tensor]:
-        """bool [num_queries, seq_len] per request: the KV slots that each query token sees."""
-        return [
-            torch.from_numpy(slot_mask(words, row.num_queries, row.seq_len))
-            for row, words in zip(self.rows, self.ancestor_words, strict=True)
-        ]
 
 
 def slot_mask(

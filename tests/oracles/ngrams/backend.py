@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tests.oracles.ngrams.best_first import BestFirstTree
 from tests.oracles.ngrams.index import NgramIndex
-from tests.oracles.ngrams.mixture import Answer, Heads, Mixture, grow
-from vllm_trie.drafts.ngrams.blend import Blend, Kind
+from tests.oracles.ngrams.mixture import Answer, Heads, Kind, Mixture, grow
+from vllm_trie.drafts.ngrams.blend import Blend
 from vllm_trie.drafts.ngrams.job import Candidates, Draft, Job
 
 

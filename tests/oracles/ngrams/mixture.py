@@ -13,13 +13,22 @@ Source: Teh, "A hierarchical Bayesian language model based on Pitman-Yor process
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from tests.oracles.ngrams.best_first import BestFirstTree
 from tests.oracles.ngrams.contexts import Counted, Match, advance, count_successors, match_suffix
 from tests.oracles.ngrams.index import NgramIndex, Place
-from vllm_trie.drafts.ngrams.blend import Blend, Kind, Source
+from vllm_trie.drafts.ngrams.blend import Blend, Source
 from vllm_trie.tree import ROOT
+
+
+class Kind(IntEnum):
+    """The sources of contexts."""
+
+    OWN = 0
+    STORE = 1
+    ARCHIVE = 2
 
 
 class Answer(NamedTuple):
@@ -133,10 +142,23 @@ class Mixture:
                 left = _ask_row(shares, recycled.guesses, trust.guess, smallest, left)
             for index, kind, matches in zip(self.indexes, self.kinds, contexts, strict=True):
                 if order < len(matches):
-                    source = self.blend.source(kind, order, order == answer_order)
+                    source = source_of(self.blend, kind, order, order == answer_order)
                     counted = count_successors(index, matches[order])
                     left = _ask_counted(shares, counted, source, smallest, left)
         return shares, left
+
+
+def source_of(blend: Blend, kind: Kind, order: int, is_answer: bool) -> Source:
+    """Return the trust in contexts of a length in a source."""
+    if kind is Kind.OWN:
+        return blend.own
+    is_long = order >= blend.long_order
+    if kind is Kind.STORE:
+        return blend.shared_long if is_long or is_answer else blend.shared
+    if is_long:
+        return blend.archive_long
+    concentration, discount = blend.archive
+    return Source(concentration * max(order, 1), discount)
 
 
 def _ask_counted(

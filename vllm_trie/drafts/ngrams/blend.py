@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
-
-
-class Kind(IntEnum):
-    """The sources of contexts."""
-
-    OWN = 0
-    STORE = 1
-    ARCHIVE = 2
 
 
 class Source(NamedTuple):
@@ -75,15 +66,3 @@ class Blend(NamedTuple):
     """Length of the shortest context that is asked."""
     use_length: int = 3
     """A match of this many tokens counts as a use of the stored text in which it was found."""
-
-    def source(self, kind: Kind, order: int, is_answer: bool = False) -> Source:
-        """Return the trust in contexts of a length in a source."""
-        if kind is Kind.OWN:
-            return self.own
-        is_long = order >= self.long_order
-        if kind is Kind.STORE:
-            return self.shared_long if is_long or is_answer else self.shared
-        if is_long:
-            return self.archive_long
-        concentration, discount = self.archive
-        return Source(concentration * max(order, 1), discount)
