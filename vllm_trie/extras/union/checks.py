@@ -58,10 +58,6 @@ candidates."""
 def check_trained_drafter(vllm_config: VllmConfig, method: str, model: str | None) -> None:
     """Refuse a complete configuration that the trained drafter cannot draft in.
 
-    Args:
-        vllm_config: Of the engine.
-        method, model: Of the trained drafter.
-
     Raises:
         RefusedError: Every reason at once.
     """

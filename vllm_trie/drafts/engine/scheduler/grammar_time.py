@@ -34,11 +34,7 @@ _manager = Symbols("v1.structured_output:StructuredOutputManager.", "vLLM bounds
 
 
 class TimedGrammar(StructuredOutputGrammar):
-    """A request's grammar that measures its own processor time.
-
-    Args:
-        grammar: That does the work.
-    """
+    """A request's grammar that measures its own processor time."""
 
     def __init__(self, grammar: StructuredOutputGrammar) -> None:
         self._grammar = grammar

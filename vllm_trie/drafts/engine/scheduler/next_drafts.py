@@ -29,9 +29,6 @@ class FirstTokens:
     One forward pass verifies the drafts and computes the stream's prompt, and each draft token
     delays the first token of the answer. Where streams start in most steps, drafts stay in most of
     them: they end requests earlier, which frees places for those that wait.
-
-    Args:
-        scheduler: vLLM's.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -67,9 +64,6 @@ class FirstTokens:
 
 class NextDrafts:
     """Changes the drafts of a scheduler's next step, in this order: removes, extends, cuts.
-
-    Args:
-        scheduler: vLLM's.
 
     Attributes:
         extensions: Parts of extras, whose ``extend_drafts()`` adds to the ``spec_token_ids`` of
