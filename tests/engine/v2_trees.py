@@ -13,7 +13,7 @@ import torch
 from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import NoOptions, OracleDrafter
 from tests.engine.test_random_requests import Answer, Request, random_request
-from vllm_trie.attention import likeliest
+from vllm_trie.attention import choose_kernels
 from vllm_trie.drafts.engine.verification.kernels import (
     NO_PARENT,
     likeliest_on_device,
@@ -133,7 +133,8 @@ def differing_top_tokens(number: int) -> list[str]:
         dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
         logits = torch.randn(3, size + 5, generator=generator).to(dtype)[:, :size]
         logits[0, : size - 8] = -torch.inf
-        tokens, probabilities = map(torch.from_numpy, likeliest(logits, ROW_TOKENS))
+        expected = choose_kernels().likeliest(logits, ROW_TOKENS)
+        tokens, probabilities = map(torch.from_numpy, expected)
         kernel_tokens, kernel_probabilities = likeliest_on_device(logits)
         # Equal values may come in another order.
         values = [logits.gather(1, part.long()) for part in (tokens, kernel_tokens)]

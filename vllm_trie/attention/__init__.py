@@ -3,8 +3,6 @@
 from vllm_trie.attention.cache_layout import move_slots, split_cache
 from vllm_trie.attention.kernels import (
     choose_kernels,
-    copy_slots,
-    likeliest,
     move_slots_in_layers,
     prefers_chains,
     tree_attention,
@@ -19,8 +17,6 @@ __all__ = [
     "TreeRow",
     "build_tree_batch",
     "choose_kernels",
-    "copy_slots",
-    "likeliest",
     "move_slots",
     "move_slots_in_layers",
     "prefers_chains",

@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from vllm_trie.attention.cache_layout import move_slots
@@ -83,35 +82,3 @@ def move_slots_in_layers(
     if not choose_kernels().move_slots(kv_caches, source, target, isa):
         for kv_cache in kv_caches:
             move_slots(kv_cache, source, target, isa)
-
-
-def copy_slots(caches: Sequence[torch.Tensor], copies: np.ndarray, isa: str = "vec") -> bool:
-    """Copy slots of blocks to the same slots of other blocks in every layer's CPU cache, in place.
-
-    Args:
-        caches: One tensor per layer, in the layout of :mod:`~vllm_trie.attention.cache_layout`;
-            ranges of whole blocks need only its strides.
-        copies: int64 [n, 4], source block, target block, first slot and end of the range. No
-            target is the source of another copy.
-        isa: vLLM's kernel, which lays out the caches.
-
-    Returns:
-        False, with nothing done, if the caches are none of vLLM's.
-    """
-    return choose_kernels().copy_slots(caches, copies, isa)
-
-
-def likeliest(logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the `count` likeliest tokens of each row of a CPU's logits, and their probabilities.
-
-    Reads the logits once. Of equal ones the smallest token comes first. A row with a NaN begins
-    with the first one, and has probabilities of 0, as has a row without a finite maximum.
-
-    Args:
-        logits: float32, bfloat16 or float16 [rows, vocabulary].
-        count: At most 64 and the vocabulary.
-
-    Returns:
-        int32 and float32, [rows, count].
-    """
-    return choose_kernels().likeliest(logits, count)

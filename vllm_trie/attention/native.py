@@ -116,7 +116,18 @@ class NativeKernels:
         return bool(self._tree_attention(packed) == 0)
 
     def likeliest(self, logits: torch.Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Do what :func:`vllm_trie.attention.likeliest` does, with the same arguments."""
+        """Return the `count` likeliest tokens of each row of logits, and their probabilities.
+
+        Reads the logits once. Of equal ones the smallest token comes first. A row with a NaN begins
+        with the first one, and has probabilities of 0, as has a row without a finite maximum.
+
+        Args:
+            logits: float32, bfloat16 or float16 [rows, vocabulary].
+            count: At most 64 and the vocabulary.
+
+        Returns:
+            int32 and float32, [rows, count].
+        """
         if logits.dtype not in _DTYPES or logits.stride(1) != 1:
             logits = logits.to(torch.float32).contiguous()
         rows, size = logits.shape
@@ -157,7 +168,15 @@ class NativeKernels:
     def copy_slots(
         self, caches: Sequence[torch.Tensor], copies: np.ndarray, isa: str = "vec"
     ) -> bool:
-        """Do what :func:`vllm_trie.attention.copy_slots` does, with the same arguments.
+        """Copy slots of blocks to the same slots of other blocks in every layer's cache, in place.
+
+        Args:
+            caches: One tensor per layer, in the layout of
+                :mod:`~vllm_trie.attention.cache_layout`; ranges of whole blocks need only its
+                strides.
+            copies: int64 [n, 4], source block, target block, first slot and end of the range. No
+                target is the source of another copy.
+            isa: vLLM's kernel, which lays out the caches.
 
         Returns:
             False, with nothing done, if the caches differ or are none of vLLM's.

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.attention.paged_cases import laid_out
-from vllm_trie.attention import copy_slots, split_cache
+from vllm_trie.attention import choose_kernels, split_cache
 
+copy_slots = choose_kernels().copy_slots
 NUM_BLOCKS = 9
 
 

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_trie.attention import likeliest
+from vllm_trie.attention import choose_kernels
 from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 
+likeliest = choose_kernels().likeliest
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x3F80, 0xBF80, 0x0001, 0x8001]
 BITS = st.one_of(st.sampled_from(SPECIAL), st.integers(0, 0xFFFF))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
+from vllm_trie.attention.native import NativeKernels
 from vllm_trie.searches.engine.scheduler.tables import RangedCopies
 from vllm_trie.searches.engine.worker import block_copies
 
@@ -46,6 +47,6 @@ def test_vllm_copies_what_the_kernel_cannot(monkeypatch):
         block_copies.copy_kv_cache_blocks_inplace, lambda *arguments: called.append(arguments)
     )
     copy(caches(torch.float32), 3, COPIES)
-    monkeypatch.setattr(block_copies, "copy_slots", lambda *arguments: False)
+    monkeypatch.setattr(NativeKernels, "copy_slots", lambda *arguments: False)
     copy(caches(torch.float32), 6, COPIES)
     assert [arguments[1] for arguments in called] == [3, 6]

@@ -33,7 +33,7 @@ class TreeStep:
         places: Of their nodes, see :func:`follow_depths`.
         path: On Model Runner V2 the query token of each row of logits, and the row whose KV belongs
             there, most often the same one: int64 [logits rows] each.
-        likeliest: Tokens and probabilities of the rows of logits, see :func:`likeliest`; None
+        likeliest: Tokens and probabilities of the rows of logits, see :class:`LogitsRows`; None
             where they are not read.
         argmax: int of each row of logits; None where the drafter does not need it.
         num_decoding: Requests that got tokens.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.attention import likeliest
+from vllm_trie.attention import choose_kernels
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.drafts import DraftRequest, PreparedDrafts
 from vllm_trie.drafts.budget import DraftForecast, NodeBudget, planned_lengths
@@ -226,7 +226,7 @@ class TreeVerifier:
         needs_node_argmax = self.guard.drafter.needs_node_argmax
         if not (reads_rows or needs_argmax or needs_node_argmax):
             return None
-        read = likeliest(logits, ROW_TOKENS if reads_rows else 1)
+        read = choose_kernels().likeliest(logits, ROW_TOKENS if reads_rows else 1)
         argmax: np.ndarray = read[0][:, 0]
         if reads_rows:
             step.likeliest = read

@@ -5,7 +5,7 @@ Every logits row has been sampled once. The walk starts at the row of a request'
 token and goes down to the child that carries the sampled token, as long as there is one.
 
 The readable twins are :func:`vllm_trie.tree.accept_greedy` and
-:func:`vllm_trie.attention.likeliest`.
+:meth:`vllm_trie.attention.native.NativeKernels.likeliest`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_trie.attention import copy_slots
+from vllm_trie.attention import choose_kernels
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.cpu_cache import is_readable
 
@@ -36,7 +36,7 @@ def copy_kv_cache_blocks_inplace(
 
 
 def _copy(caches: list[torch.Tensor], copies: list[Any]) -> bool:
-    """Copy what :func:`copy_slots` can; whole blocks where it is unknown how slots lie."""
+    """Copy what the kernel can; whole blocks where it is unknown how slots lie."""
     block_size, double_head_size = caches[0].shape[2:]
     isa = _isa_of_slots(caches[0].dtype, block_size, double_head_size // 2)
     result = np.empty((len(copies), 4), dtype=np.int64)
@@ -45,7 +45,7 @@ def _copy(caches: list[torch.Tensor], copies: list[Any]) -> bool:
     ranges = getattr(copies, "ranges", None)
     if ranges is not None and isa:
         result[:, 2:] = [each or (0, block_size) for each in ranges]
-    return copy_slots(caches, result, isa or "vec")
+    return choose_kernels().copy_slots(caches, result, isa or "vec")
 
 
 @functools.cache
