@@ -91,7 +91,7 @@ def load_checkpoint(
         vocab_size=vocab_size,
         num_outputs=vocab_size if token_map is None else len(token_map),
         has_bias=any(re.fullmatch(r"blocks\..*\.bias", name) for name in tensors),
-        shares_output=bool(config.get("original_lm_head")) and num_heads > 1,
+        shares_output=bool(config.get("original_lm_head")),
     )
     dtype = tensors.get("lm_heads.0.weight", torch.empty(0)).dtype
     heads = MedusaHeads(shape, dtype=dtype).requires_grad_(False)

@@ -126,6 +126,15 @@ def test_token_map(tmp_path):
     assert drafts(tmp_path) == expected
 
 
+def test_a_single_head_may_use_the_models_output_layer(tmp_path):
+    heads = random_heads(num_heads=1, shares_output=True)
+    save_vllm(heads, tmp_path)
+    loaded = load_checkpoint(tmp_path, HIDDEN, VOCAB, lambda: heads.output_weight[0]).heads
+    assert loaded.shape == heads.shape
+    hidden = torch.randn(5, HIDDEN)
+    torch.testing.assert_close(loaded(hidden), heads(hidden))
+
+
 def test_original_lm_head_in_the_file_or_in_the_model(tmp_path):
     heads = random_heads(shares_output=True)
     save_vllm(heads, tmp_path)

@@ -103,6 +103,11 @@ def test_resuming_something_else_is_refused():
         other.resume(state)
     with pytest.raises(ValueError, match="another shape"):
         other.start_from(make_trainer().heads)
+    few = HeadsShape(2, 1, HIDDEN, VOCAB, 6)
+    first, second, third = (make_trainer(few, counting_rows() % 6 + n) for n in (0, 1, 1))
+    second.start_from(third.heads)
+    with pytest.raises(ValueError, match=r"guess other tokens: --outputs .* give the same --data"):
+        first.start_from(second.heads)
     with pytest.raises(ValueError, match=r"settings: text='\w+' \(before: '\w+'\); give the same"):
         make_trainer(rows=counting_rows()[::-1], steps=12).resume(state)
     with pytest.raises(ValueError, match=rf"context={LENGTH // 2} \(before: {LENGTH}\)"):

@@ -105,12 +105,22 @@ class Trainer:
         """Copy the weights of other heads.
 
         Raises:
-            ValueError: They have another shape.
+            ValueError: They have another shape, or guess other tokens.
         """
         if heads.shape != self.heads.shape:
             raise ValueError(
                 f"the heads to start from have another shape: {heads.shape}, wanted "
                 f"{self.heads.shape}"
+            )
+        token_map = self.heads.token_map
+        if (
+            token_map is not None
+            and heads.token_map is not None
+            and not torch.equal(heads.token_map.to(token_map.device), token_map)
+        ):
+            raise ValueError(
+                "the heads to start from guess other tokens: --outputs takes the most frequent "
+                "ones of --data; give the same --data, or train without --init"
             )
         for mine, theirs in zip(self.heads.parameters(), heads.parameters(), strict=True):
             mine.copy_(theirs)
