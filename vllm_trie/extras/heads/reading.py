@@ -95,7 +95,7 @@ def load_checkpoint(
     )
     dtype = tensors.get("lm_heads.0.weight", torch.empty(0)).dtype
     heads = MedusaHeads(shape, dtype=dtype).requires_grad_(False)
-    for name, target in _parameters(heads):
+    for name, target in parameters_of(heads):
         source = tensors.get(name)
         if source is None:
             raise CheckpointError(f"{file} lacks '{name}'; the file is incomplete")
@@ -120,7 +120,7 @@ def _vllm_name(name: str) -> str:
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
-def _parameters(heads: MedusaHeads) -> list[tuple[str, Tensor]]:
+def parameters_of(heads: MedusaHeads) -> list[tuple[str, Tensor]]:
     """Return all weights with their names in vLLM's layout."""
     named = [(f"lm_heads.{i}.weight", output) for i, output in enumerate(heads.output_weight)]
     for kind, stacked in (("weight", heads.block_weight), ("bias", heads.block_bias)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_trie.extras.heads.heads import MedusaHeads
-from vllm_trie.extras.heads.reading import TEMPERATURES_KEY
+from vllm_trie.extras.heads.reading import TEMPERATURES_KEY, parameters_of
 
 
 def save_vllm(
@@ -27,15 +26,14 @@ def save_vllm(
         folder: Made if it is missing.
         temperatures: One a head; left out of the configuration if None.
     """
+    from safetensors.torch import save_file
+
     shape = heads.shape
-    tensors: dict[str, Tensor] = {}
-    for head, layer, weight, bias in _blocks(heads):
-        tensors[f"blocks.{head}.layers.{layer}.weight"] = weight
-        if bias is not None:
-            tensors[f"blocks.{head}.layers.{layer}.bias"] = bias
-    if not shape.shares_output:
-        for head, output in enumerate(heads.output_weight):
-            tensors[f"lm_heads.{head}.weight"] = output
+    tensors = {
+        name: _stored(value)
+        for name, value in parameters_of(heads)
+        if not (shape.shares_output and name.startswith("lm_heads."))
+    }
     config: dict[str, Any] = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -49,40 +47,15 @@ def save_vllm(
     if shape.shares_output:
         config["original_lm_head"] = True
     if heads.token_map is not None:
-        tensors["token_map"] = heads.token_map.to(torch.int64)
+        tensors["token_map"] = _stored(heads.token_map.to(torch.int64))
         config["truncated_vocab_size"] = shape.num_outputs
-    write_checkpoint(folder / "model.safetensors", tensors, config, temperatures)
-
-
-def _blocks(heads: MedusaHeads) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
-    """Yield head, layer, weight and bias of each residual block."""
-    biases = heads.block_bias
-    for head, weights in enumerate(heads.block_weight):
-        for layer, weight in enumerate(weights):
-            yield head, layer, weight, None if biases is None else biases[head, layer]
-
-
-def write_checkpoint(
-    file: Path,
-    tensors: Mapping[str, Tensor],
-    config: dict[str, Any],
-    temperatures: tuple[float, ...] | None,
-) -> None:
-    """Write tensors to a file in safetensors, and `config.json` next to it.
-
-    The folder is made if it is missing. Floating-point tensors are stored in bfloat16, others keep
-    their dtype. The temperatures, one a head, are added to the configuration.
-    """
-    from safetensors.torch import save_file
-
-    stored = {key: _stored(value) for key, value in tensors.items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(stored, str(file), metadata={"format": "pt"})
-    file.chmod(0o644)
     if temperatures is not None:
         config[TEMPERATURES_KEY] = [round(value, 4) for value in temperatures]
-    text = json.dumps(config, indent=2) + "\n"
-    (file.parent / "config.json").write_text(text, encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "model.safetensors"
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    file.chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _stored(value: Tensor) -> Tensor:
