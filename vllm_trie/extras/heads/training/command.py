@@ -72,77 +72,52 @@ def train(
     """Train heads on a frozen model from text files."""
     import torch
 
-    if threads:
-        torch.set_num_threads(threads)
-    with errors_end_the_command():
-        _train(**{k: v for k, v in locals().items() if k not in ("torch", "threads")})
-
-
-def _train(
-    *,
-    model: str,
-    data: list[Path],
-    out: Path,
-    validation: list[Path] | None,
-    heads: int,
-    layers: int,
-    init: Path | None,
-    share_output: bool,
-    outputs: int,
-    targets: Targets,
-    steps: int,
-    batch: int,
-    context: int,
-    lr: float,
-    device: str,
-    dtype: str,
-    save_every: int,
-    seed: int,
-    resume: bool,
-) -> None:
     from vllm_trie.extras.heads.heads import HeadsShape
     from vllm_trie.extras.heads.reading import load_checkpoint
     from vllm_trie.extras.heads.training import TokenRows, Trainer, TrainingPlan
     from vllm_trie.extras.heads.training.states import StateCache
 
-    backbone = _load_backbone(model, device, dtype, context)
-    tokens, held = _read_text(backbone, data, validation, context)
-    held_rows = TokenRows(held, context).batch(0, min(64, max(1, len(held) // context)))
-    plan = TrainingPlan(steps, batch, lr, min(40, steps), 0.01, targets.value, seed)
-    shape = HeadsShape(
-        num_heads=heads,
-        num_layers=layers,
-        hidden_size=backbone.hidden_size,
-        vocab_size=backbone.vocab_size,
-        num_outputs=min(outputs or backbone.vocab_size, backbone.vocab_size),
-        shares_output=share_output,
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    rows = TokenRows(tokens, context, seed)
-    cache = None
-    if steps * batch > rows.num_rows:
-        try:
-            cache = StateCache(out, backbone, rows.rows)
-        except OSError as error:
-            typer.echo(
-                f"warning: --out {out} cannot keep hidden states ({error}), so each epoch computes "
-                "them again; free space there, or name an --out on another disk",
-                err=True,
-            )
-    trainer = Trainer(backbone, rows, plan, shape, cache)
-    if init is not None:
-        loaded = load_checkpoint(
-            init, shape.hidden_size, shape.vocab_size, lambda: backbone.output_weight
+    if threads:
+        torch.set_num_threads(threads)
+    with errors_end_the_command():
+        backbone = _load_backbone(model, device, dtype, context)
+        tokens, held = _read_text(backbone, data, validation, context)
+        held_rows = TokenRows(held, context).batch(0, min(64, max(1, len(held) // context)))
+        plan = TrainingPlan(steps, batch, lr, min(40, steps), 0.01, targets.value, seed)
+        shape = HeadsShape(
+            num_heads=heads,
+            num_layers=layers,
+            hidden_size=backbone.hidden_size,
+            vocab_size=backbone.vocab_size,
+            num_outputs=min(outputs or backbone.vocab_size, backbone.vocab_size),
+            shares_output=share_output,
         )
-        trainer.start_from(loaded.heads)
-    _run(trainer, out / STATE_FILE, resume, save_every, batch * context)
-    scores = trainer.evaluate(held_rows)
-    temperatures = trainer.fit_temperatures(held_rows[:_CALIBRATION_ROWS])
-    _save(trainer, out, temperatures, scores, len(tokens))
-    if cache is not None:
-        cache.delete()
-    _print_scores(scores, temperatures, f"{held_rows.size} held-out tokens")
-    typer.echo(f"saved to {out}")
+        out.mkdir(parents=True, exist_ok=True)
+        rows = TokenRows(tokens, context, seed)
+        cache = None
+        if steps * batch > rows.num_rows:
+            try:
+                cache = StateCache(out, backbone, rows.rows)
+            except OSError as error:
+                typer.echo(
+                    f"warning: --out {out} cannot keep hidden states ({error}), so each epoch "
+                    "computes them again; free space there, or name an --out on another disk",
+                    err=True,
+                )
+        trainer = Trainer(backbone, rows, plan, shape, cache)
+        if init is not None:
+            loaded = load_checkpoint(
+                init, shape.hidden_size, shape.vocab_size, lambda: backbone.output_weight
+            )
+            trainer.start_from(loaded.heads)
+        _run(trainer, out / STATE_FILE, resume, save_every, batch * context)
+        scores = trainer.evaluate(held_rows)
+        temperatures = trainer.fit_temperatures(held_rows[:_CALIBRATION_ROWS])
+        _save(trainer, out, temperatures, scores, len(tokens))
+        if cache is not None:
+            cache.delete()
+        _print_scores(scores, temperatures, f"{held_rows.size} held-out tokens")
+        typer.echo(f"saved to {out}")
 
 
 def _read_text(
