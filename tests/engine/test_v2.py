@@ -47,6 +47,13 @@ def test_trees_give_the_sampled_tokens_of_plain_v2(results) -> None:
     assert tokens > steps
 
 
+@pytest.mark.parametrize("which", ["trees", "synchronous trees", "ahead"])
+def test_outputs_come_with_the_trees_of_their_step(results, which) -> None:
+    """In the demo and the benchmarks, which see each step's outputs; later steps are launched."""
+    several, with_tree = results[which]["steps_with_trees"]
+    assert several == with_tree > 3
+
+
 @pytest.mark.parametrize("which", ["trees", "synchronous trees", "synchronous", "asynchronous"])
 def test_streaming_input(results, which) -> None:
     assert results[which]["sessions"]

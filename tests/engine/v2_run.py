@@ -67,6 +67,7 @@ from tests.engine.v2_trees import (
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafts import DraftRequest
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
+from vllm_trie.lab.local_engine import decode_steps
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
 
@@ -250,6 +251,14 @@ class Lengths:
         }
 
 
+def steps_with_trees(llm: LLM) -> list[int]:
+    """Steps of `decode_steps` with several tokens, and those of them whose tree has the tokens."""
+    texts = [text["prompt_token_ids"] for text in TEXTS]
+    batches = decode_steps(llm, texts, MIXED)
+    steps = [step for batch in batches for step in batch if len(step.tokens) > 1]
+    return [len(steps), sum(len(step.accepted) + 1 >= len(step.tokens) for step in steps)]
+
+
 def hidden_states(llm: LLM, answers: dict[Any, Any]) -> dict[Any, Any]:
     """What a drafter sees of each text; with `answers`, it has drafts accepted."""
     put_in(llm, HiddenStateDrafter)
@@ -337,6 +346,7 @@ def run_ahead(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     steps, tokens = totals.steps, totals.tokens
     check_outputs_beside_aborts(llm, plain["long"], greedy(), {3: [0], 7: [3]})
     result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
+    result["steps_with_trees"] = steps_with_trees(llm)
     put_in(llm, FaultyDrafter)
     result["faulty"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
     step_to_the_end(llm)
@@ -367,6 +377,7 @@ def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
         "greedy": differences(plain["greedy"], outputs),
         "preempted": len(preempted),
         "greedy_steps": [totals.steps, totals.tokens],
+        "steps_with_trees": steps_with_trees(llm),
         "sessions": sessions(llm, plain["stops"]) == plain["sessions"],
     }
     if is_async:

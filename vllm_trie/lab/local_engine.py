@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    from vllm_trie.drafts.engine.tree_step import TreeStep
+
 Key = TypeVar("Key", bound=Hashable)
 T = TypeVar("T")
 
@@ -307,32 +309,65 @@ class RequestStep(NamedTuple):
 def decode_steps(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     cache_salt: str | None = None,
 ) -> Iterator[list[RequestStep]]:
     """Decode one batch of prompts; yield the requests that got tokens after each engine step.
 
-    The engine is one in this process, with or without draft trees. `cache_salt` separates what
-    drafters and the prefix cache remember; without one no prompt is known.
+    The engine is one in this process, with or without draft trees. The parameters are those of all
+    prompts, or of each. `cache_salt` separates what drafters and the prefix cache remember; without
+    one no prompt is known.
     """
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    engine, runner, trees = llm.llm_engine, runner_of(llm), trees_of(llm)
-    empty = TokenTree.empty()
-    params = params.clone()
-    params.output_kind = RequestOutputKind.DELTA
-    for index, inputs in enumerate(inputs_of(prompts, cache_salt)):
-        engine.add_request(f"prompt-{index}", inputs, params)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        verified: dict[int, TokenTree] = {}
-        if trees is not None:
+    engine, empty = llm.llm_engine, TokenTree.empty()
+    if isinstance(params, SamplingParams):
+        params = [params] * len(prompts)
+    inputs = zip(inputs_of(prompts, cache_salt), params, strict=True)
+    for index, (prompt, request_params) in enumerate(inputs):
+        request_params = request_params.clone()
+        request_params.output_kind = RequestOutputKind.DELTA
+        engine.add_request(f"prompt-{index}", prompt, request_params)
+    with _trees_of_outputs(llm) as trees:
+        while engine.has_unfinished_requests():
+            steps = []
+            for output in cast("list[RequestOutput]", engine.step()):
+                index, tokens = int(output.request_id.split("-")[1]), output.outputs[0].token_ids
+                steps.append(RequestStep(index, tuple(tokens), trees.get(output.request_id, empty)))
+            yield steps
+
+
+@contextmanager
+def _trees_of_outputs(llm: LLM) -> Iterator[dict[str, TokenTree]]:
+    """Keep the trees of the step whose outputs the engine returned last, by id of the request.
+
+    With asynchronous scheduling the engine launches later steps before it returns them.
+    """
+    trees_of_outputs: dict[str, TokenTree] = {}
+    verifier = trees_of(llm)
+    if verifier is None:
+        yield trees_of_outputs
+        return
+    client: Any = llm.llm_engine.engine_core
+    runner, scheduler = runner_of(llm), client.engine_core.scheduler
+    launch, take_in = runner.execute_model, scheduler.update_from_output
+    launched: dict[int, TreeStep] = {}  # by the scheduler's output
+
+    def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        result = launch(scheduled, *args, **kwargs)
+        launched[id(scheduled)] = verifier.step
+        return result
+
+    def update_from_output(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        trees_of_outputs.clear()
+        if step := launched.pop(id(scheduled), None):
             # vLLM appends a random part to each id.
-            indices = (int(name.split("-")[1]) for name in runner.input_batch.req_ids)
-            verified = dict(zip(indices, trees.step.trees, strict=False))
-        steps = []
-        for output in cast("list[RequestOutput]", outputs):
-            index = int(output.request_id.split("-")[1])
-            tokens = tuple(output.outputs[0].token_ids)
-            steps.append(RequestStep(index, tokens, verified.get(index, empty)))
-        yield steps
+            names = (request_id.rpartition("-")[0] for request_id in step.request_ids)
+            trees_of_outputs.update(zip(names, step.trees, strict=True))
+        return take_in(scheduled, *args, **kwargs)
+
+    runner.execute_model, scheduler.update_from_output = execute_model, update_from_output
+    try:
+        yield trees_of_outputs
+    finally:
+        del runner.execute_model, scheduler.update_from_output
