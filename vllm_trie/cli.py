@@ -17,7 +17,7 @@ from vllm_trie._version import __version__
 from vllm_trie.extras import brought
 
 LAB = "vllm_trie.lab.commands.main"
-LAB_COMMANDS = ("model-path", "fetch-model", "demo", "doctor", "validate")
+LAB_COMMANDS = ("model-path", "fetch-model", "doctor")
 """Commands of the application in :data:`LAB`."""
 _OF_EXTRAS = {
     name: (importlib.util.resolve_name(module, package), summary)
@@ -26,7 +26,9 @@ _OF_EXTRAS = {
 }
 GROUPS = {
     "beam": "vllm_trie.lab.commands.beam",
+    "demo": "vllm_trie.lab.demo.command",
     "explore": "vllm_trie.lab.commands.explore",
+    "validate": "vllm_trie.lab.check.command",
     **{name: module for name, (module, _) in _OF_EXTRAS.items()},
 }
 """Commands that live in other modules, each as a typer application named ``app``."""

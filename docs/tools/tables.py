@@ -153,13 +153,11 @@ def commands() -> str:
     import typer
 
     from vllm_trie.cli import GROUPS, LAB_COMMANDS, app
-    from vllm_trie.lab.demo.command import app as demo
 
     root: Any = typer.main.get_command(app)
     rows = []
     for name in sorted(LAB_COMMANDS):
-        shown = typer.main.get_command(demo) if name == "demo" else root.get_command(None, name)
-        rows.append(_command_row(f"vllm-trie {name}", shown))
+        rows.append(_command_row(f"vllm-trie {name}", root.get_command(None, name)))
     for group, module in sorted(GROUPS.items()):
         below: Any = typer.main.get_command(importlib.import_module(module).app)
         if not hasattr(below, "commands"):

@@ -20,7 +20,6 @@ from vllm_trie.hooks.start import limits
 from vllm_trie.hooks.start.limits import BEAMS, TREES, Limit
 from vllm_trie.lab import tiny_model
 from vllm_trie.lab.check import doctor
-from vllm_trie.lab.demo.command import app as demo_app
 from vllm_trie.native import library
 
 runner = CliRunner()
@@ -106,7 +105,6 @@ def test_no_help_text_is_eaten_by_markup():
                 check(command.get_command(context, below), f"{name} {below}")
 
     check(typer.main.get_command(cli.app), "vllm-trie")
-    check(typer.main.get_command(demo_app), "vllm-trie demo")
     for name, summary in cli.SUMMARIES.items():
         assert cli.importlib.import_module(cli.GROUPS[name]).app.info.help == summary
 

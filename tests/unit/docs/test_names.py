@@ -83,7 +83,6 @@ def cli():
     import typer
 
     from vllm_trie.cli import GROUPS, LAB_COMMANDS, app
-    from vllm_trie.lab.demo.command import app as demo
 
     def options(command: Any) -> set[str]:
         return {
@@ -95,7 +94,6 @@ def cli():
 
     root: Any = typer.main.get_command(app)
     options_of = {name: options(root.get_command(None, name)) for name in LAB_COMMANDS}
-    options_of["demo"] = options(typer.main.get_command(demo))
     for group, module in GROUPS.items():
         below: Any = typer.main.get_command(importlib.import_module(module).app)
         if not hasattr(below, "commands"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.lab import demo, local_engine, smollm2
+from vllm_trie.lab import local_engine, smollm2
 from vllm_trie.lab.demo import command, measure
 from vllm_trie.lab.demo.measure import ObservedStep, Row
 from vllm_trie.lab.local_engine import RequestStep
@@ -97,6 +97,13 @@ def pretended_run(monkeypatch):
     return pretend
 
 
+def run(*arguments: str) -> int:
+    """Run the command; return its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        command.app(arguments)
+    return int(ended.value.code or 0)
+
+
 def test_identical_outputs_succeed_and_rows_are_written(pretended_run, tmp_path, capfd):
     rows = tmp_path / "rows.json"
     for last, status, said in (
@@ -105,7 +112,7 @@ def test_identical_outputs_succeed_and_rows_are_written(pretended_run, tmp_path,
         (GOOD, 0, "outputs identical: yes"),
     ):
         pretended_run([last, last])
-        assert demo.main(["--model", "any", "--json", str(rows)]) == status
+        assert run("--model", "any", "--json", str(rows)) == status
         assert said in capfd.readouterr().out
     plain, ngram, _, trees = json.loads(rows.read_text())[:4]
     assert (ngram["method"], ngram["tokens_per_s"], ngram["tokens_per_step"]) == ("ngram", 80, None)
@@ -121,11 +128,11 @@ def test_the_shipped_model_takes_the_place_of_one_that_cannot_be_fetched(
 
     pretended_run([GOOD, GOOD])
     monkeypatch.setattr(command.smollm2, "fetch", fail)
-    assert demo.main([]) == 0
+    assert run() == 0
     assert "the one that ships with the project, 3.5 M parameters; no network" in (
         capfd.readouterr().out
     )
-    assert demo.main(["--model", "smollm2"]) == 2
+    assert run("--model", "smollm2") == 2
     assert "no network" in capfd.readouterr().err
 
 
@@ -139,7 +146,7 @@ def test_the_shipped_model_takes_the_place_of_one_that_cannot_be_fetched(
     ],
 )
 def test_wrong_options_are_explained(arguments, said, capfd):
-    assert demo.main(arguments) == 2
+    assert run(*arguments) == 2
     assert said in capfd.readouterr().err
 
 

@@ -4,7 +4,3 @@
 own, and its result becomes a row of the report. Importing this package imports neither torch nor
 vLLM.
 """
-
-from vllm_trie.lab.check.command import validate
-
-__all__ = ["validate"]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,34 +18,44 @@ from vllm_trie.lab.check.parts import SHIPPED_DTYPE, Part, Settings, all_parts
 from vllm_trie.lab.check.processes import run_parts
 from vllm_trie.lab.check.report import Report, safe_options
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@app.command()
 def validate(
-    model: str | None,
-    heads: str | None,
-    json_path: Path | None,
-    quick: bool,
-    dtypes: Sequence[str],
-    names: Sequence[str],
-    limit_s: float,
-) -> bool:
-    """Run the parts, print the report and return whether all passed.
+    model: Annotated[
+        str | None, typer.Option(help="Model folder or name; the shipped one if left out.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Folder or name of Medusa heads for the model.")
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Also write the report to this file, after each part."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only ngram_trie in float32, with short outputs.")
+    ] = False,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the engines; may be repeated. Default: float32, and the model's own."
+        ),
+    ] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only the parts whose names begin so; may be repeated."),
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that each part may take.")] = 900,
+) -> None:
+    """Try everything on this device: kernel, graphs, each method, beam search, speed.
 
-    Args:
-        model: Folder or name; None for the model that ships.
-        heads: Of the model; None without.
-        json_path: Also write the report here, after each part.
-        quick: Fewer parts, and shorter ones.
-        dtypes: Of the engines; empty for float32 and, unless `quick`, the model's own.
-        names: Run only parts whose names begin so; empty for all.
-        limit_s: Seconds for each part.
-
-    Raises:
-        typer.BadParameter: an argument that cannot be used.
+    Prints a report in Markdown. Exit status 1 if a part failed.
     """
     usual = _dtypes(model, quick)
-    parts = _parts(quick, list(dtypes) or usual, names)
+    parts = _parts(quick, dtype or usual, part or ())
     path = local_engine.model_or_shipped(model)
     console = Console(stderr=True, highlight=False)
     command = " ".join(["vllm-trie", *sys.argv[1:]])
@@ -59,7 +70,7 @@ def validate(
         for done in run_parts(
             parts,
             settings,
-            limit_s,
+            limit,
             starting=lambda part: status.update(
                 f"{part.name}, part {parts.index(part) + 1} of {len(parts)}"
             ),
@@ -73,7 +84,8 @@ def validate(
         report.safe = safe_options(parts, report.parts, device.get("platform", {}).get("device"))
     _write(report, json_path)
     print(report.markdown(), end="")
-    return report.passed
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 def _parts(quick: bool, dtypes: list[str], names: Sequence[str]) -> list[Part]:

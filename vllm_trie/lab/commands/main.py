@@ -6,8 +6,6 @@ Commands import what they need when they run, so that `vllm-trie model-path` ans
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,19 +55,6 @@ def fetch_model(
         raise typer.Exit(1) from None
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def demo(ctx: typer.Context) -> None:
-    """Decode prompts with plain vLLM and with draft trees, side by side; see `demo --help`."""
-    from vllm_trie.lab.demo import main
-
-    # The demo has its own options; it reads them as if it had been called itself.
-    sys.argv = ["vllm-trie demo", *ctx.args]
-    raise typer.Exit(main() or 0)
-
-
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -113,43 +98,6 @@ def doctor(
     else:
         _print_report(report, verbose)
     raise typer.Exit(0 if report.healthy else 1)
-
-
-@app.command()
-def validate(
-    model: Annotated[
-        str | None, typer.Option(help="Model folder or name; the shipped one if left out.")
-    ] = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Folder or name of Medusa heads for the model.")
-    ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Also write the report to this file, after each part."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only ngram_trie in float32, with short outputs.")
-    ] = False,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of the engines; may be repeated. Default: float32, and the model's own."
-        ),
-    ] = None,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(help="Run only the parts whose names begin so; may be repeated."),
-    ] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that each part may take.")] = 900,
-) -> None:
-    """Try everything on this device: kernel, graphs, each method, beam search, speed.
-
-    Prints a report in Markdown. Exit status 1 if a part failed.
-    """
-    from vllm_trie.lab.check import validate as run
-
-    if not run(model, heads, json_path, quick, dtype or (), part or (), limit):
-        raise typer.Exit(1)
 
 
 def _print_report(report: Report, verbose: bool) -> None:

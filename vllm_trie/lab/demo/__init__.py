@@ -2,9 +2,3 @@
 
 Importing this package imports neither torch nor vLLM; thread settings have to come before them.
 """
-
-from __future__ import annotations
-
-from vllm_trie.lab.demo.command import main
-
-__all__ = ["main"]

@@ -273,15 +273,3 @@ def _or_exit(find: Callable[[], Path]) -> str:
     except FileNotFoundError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo with `arguments`, or those of the command line; return the exit status."""
-    try:
-        app(
-            args=None if arguments is None else list(arguments),
-            prog_name="vllm-trie demo",
-        )
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return 0
