@@ -139,6 +139,28 @@ def room_for(longest_prompt: int, max_tokens: int, num_nodes: int) -> int:
     return longest_prompt + max_tokens + num_nodes + _EXTRA_SLOTS
 
 
+def checked_length(
+    model: str, prompts: Sequence[Sequence[int]], max_tokens: int, nodes: int
+) -> int:
+    """Return a `max_model_len` for these prompts, see :func:`room_for`.
+
+    Raises:
+        typer.BadParameter: The model has fewer positions.
+    """
+    import typer
+
+    length = room_for(max(map(len, prompts)), max_tokens, nodes)
+    limit: int = text_config(model).max_position_embeddings
+    if length > limit:
+        raise typer.BadParameter(
+            f"{max_tokens} new tokens, the longest prompt and {nodes} nodes need {length} "
+            f"positions, and the model has {limit}; take at most "
+            f"{max_tokens + limit - length} tokens",
+            param_hint="--max-tokens",
+        )
+    return length
+
+
 def start_engine(
     model: str,
     *,
@@ -223,11 +245,11 @@ def model_or_shipped(model: str | None) -> str:
         raise typer.BadParameter(f"{error}; or name one", param_hint="--model") from None
 
 
-def load_tokenizer(name: str, option: str = "--model") -> Any:
+def load_tokenizer(name: str) -> Any:
     """Return a model's tokenizer from Transformers.
 
     Raises:
-        typer.BadParameter: There is none; the message names the option.
+        typer.BadParameter: There is none.
     """
     import typer
     from transformers import AutoTokenizer
@@ -239,7 +261,7 @@ def load_tokenizer(name: str, option: str = "--model") -> Any:
         raise typer.BadParameter(
             f"{name!r} has no tokenizer that can be loaded ({reason}); give the folder of a "
             "Hugging Face model or a name on the hub",
-            param_hint=option,
+            param_hint="--model",
         ) from None
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_trie.lab import local_engine
 from vllm_trie.lab.check.parts import Settings
-from vllm_trie.lab.tiny_model.chat_prompts import chat_prompts, chat_tokens
+from vllm_trie.lab.tiny_model.chat_prompts import chat_prompts, prompt_tokens
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, SamplingParams
 
 NODES = 32
 """Nodes of a draft tree; chains take as many tokens at most."""
 CHAIN_TOKENS = 8
+CACHE_SALT = "validate"
+"""Of all requests: the seeded ones find the prompts of the greedy ones in the prefix cache."""
 
 
 def prompts(settings: Settings) -> list[list[int]]:
@@ -24,10 +27,7 @@ def prompts(settings: Settings) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    encode = (
-        chat_tokens if tokenizer.chat_template else lambda tokenizer, text: tokenizer.encode(text)
-    )
-    encoded = [list(encode(tokenizer, prompt.message)) for prompt in chat_prompts()]
+    encoded = [prompt_tokens(tokenizer, prompt.message) for prompt in chat_prompts()]
     return encoded[::2] if settings.quick else encoded
 
 
@@ -63,20 +63,11 @@ def decode(
         The output tokens of each prompt, and the tokens that a request got from a step after its
         first one.
     """
-    from vllm.sampling_params import RequestOutputKind
-
     outputs: list[list[int]] = [[] for _ in texts]
     steps = 0
-    for index, (text, given) in enumerate(zip(texts, params, strict=True)):
-        request_params = given.clone()
-        request_params.output_kind = RequestOutputKind.DELTA
-        llm.llm_engine.add_request(
-            f"prompt-{index}", {"prompt_token_ids": list(text)}, request_params
-        )
-    while llm.llm_engine.has_unfinished_requests():
-        for output in cast("list[RequestOutput]", llm.llm_engine.step()):
-            new = output.outputs[0].token_ids
-            outputs[int(output.request_id.split("-")[1])] += new
-            steps += bool(new)
+    decoded = local_engine.decode_steps(llm, texts, params, CACHE_SALT)
+    for step in chain.from_iterable(decoded):
+        outputs[step.prompt] += step.tokens
+        steps += bool(step.tokens)
     after_first = sum(map(len, outputs)) - len(outputs)
     return outputs, after_first / max(1, steps - len(outputs))

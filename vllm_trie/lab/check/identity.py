@@ -15,9 +15,16 @@ from vllm_trie.extras.device_checks.start_check import (
     TOO_UNLIKELY,
     near_tie,
 )
-from vllm_trie.lab.check.engines import CHAIN_TOKENS, NODES, decode, prompts, start_engine
+from vllm_trie.lab.check.engines import (
+    CACHE_SALT,
+    CHAIN_TOKENS,
+    NODES,
+    decode,
+    prompts,
+    start_engine,
+)
 from vllm_trie.lab.check.parts import Outcome, Settings
-from vllm_trie.lab.local_engine import without_memory
+from vllm_trie.lab.local_engine import inputs_of, without_memory
 from vllm_trie.lab.tiny_model import medusa_path
 
 if TYPE_CHECKING:
@@ -46,10 +53,8 @@ def decode_plainly(settings: Settings, dtype: str) -> Outcome:
     """Decode all prompts with plain vLLM, greedily and with seeds."""
     texts = prompts(settings)
     llm = _start(settings, dtype, texts)
-    inputs = [{"prompt_token_ids": text} for text in texts]
-    greedy = llm.generate(
-        inputs, _params(settings, len(texts), logprobs=NUM_LIKELIEST), use_tqdm=False
-    )
+    params = _params(settings, len(texts), logprobs=NUM_LIKELIEST)
+    greedy = llm.generate(inputs_of(texts, CACHE_SALT), params, use_tqdm=False)
     seeded, _ = decode(llm, texts, _params(settings, len(texts), seeded=True))
     outputs = [
         PlainOutput(

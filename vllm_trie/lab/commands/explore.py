@@ -107,20 +107,12 @@ def _page_of_runs(
     beam_width: int,
     verbose: bool,
 ) -> str:
-    from vllm_trie.lab.tiny_model.chat_prompts import chat_prompts, chat_tokens
+    from vllm_trie.lab.tiny_model.chat_prompts import chat_prompts, prompt_tokens
 
     path = local_engine.model_or_shipped(model)
     tokenizer = local_engine.load_tokenizer(path)
-    text = prompt or chat_prompts()[0].message
-    token_ids = chat_tokens(tokenizer, text) if tokenizer.chat_template else tokenizer.encode(text)
-    length = local_engine.room_for(len(token_ids), max_tokens, nodes)
-    limit = local_engine.text_config(path).max_position_embeddings
-    if length > limit:
-        raise typer.BadParameter(
-            f"{max_tokens} new tokens, the prompt and {nodes} nodes need {length} positions, and "
-            f"the model has {limit}; take at most {max_tokens + limit - length} tokens",
-            param_hint="--max-tokens",
-        )
+    token_ids = prompt_tokens(tokenizer, prompt or chat_prompts()[0].message)
+    length = local_engine.checked_length(path, [token_ids], max_tokens, nodes)
     traces: list[Trace] = []
     beams: Beams | None = None
     with local_engine.silence(not verbose), tempfile.TemporaryDirectory() as folder:

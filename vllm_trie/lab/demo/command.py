@@ -156,7 +156,9 @@ def _measure(
         with local_engine.silence(not settings.verbose):
             from vllm import SamplingParams
         decode, token_ids = _tokenized(settings.model, [prompt.message for prompt in prompts])
-        length = _checked_length(settings, max(map(len, token_ids)))
+        length = local_engine.checked_length(
+            settings.model, token_ids, settings.max_tokens, settings.nodes
+        )
         params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
         rows, answers = [], dict[str, str]()
         observed: list[ObservedStep] = []
@@ -213,39 +215,14 @@ def _start_engines(
 
 def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]]:
     """Return the tokenizer's `decode`, and the chat prompt of each message."""
-    from transformers import AutoTokenizer
-
     from vllm_trie.lab.tiny_model.chat_prompts import chat_tokens
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise typer.BadParameter(
-            f"{path!r} cannot be loaded ({reason}); give the folder of a Hugging Face model or a "
-            "name on the hub",
-            param_hint="--model",
-        ) from None
+    tokenizer = local_engine.load_tokenizer(path)
     if not tokenizer.chat_template:
         raise typer.BadParameter(
             f"{path!r} has no chat template; take a chat model", param_hint="--model"
         )
     return tokenizer.decode, [chat_tokens(tokenizer, message) for message in messages]
-
-
-def _checked_length(settings: Settings, longest: int) -> int:
-    """Return the engines' `max_model_len`."""
-    max_tokens, nodes = settings.max_tokens, settings.nodes
-    length = local_engine.room_for(longest, max_tokens, nodes)
-    limit = local_engine.text_config(settings.model).max_position_embeddings
-    if length > limit:
-        raise typer.BadParameter(
-            f"{max_tokens} new tokens, the longest prompt and {nodes} nodes need {length} "
-            f"positions, and the model has {limit}; take at most "
-            f"{max_tokens + limit - length} tokens",
-            param_hint="--max-tokens",
-        )
-    return length
 
 
 def _speculative_configs(settings: Settings) -> dict[str, dict[str, Any] | None]:

@@ -105,3 +105,9 @@ def chat_tokens(tokenizer: Any, message: str) -> list[int]:
         [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
     )
     return token_ids
+
+
+def prompt_tokens(tokenizer: Any, message: str) -> list[int]:
+    """Return the token ids of a chat, or of the text alone without a chat template."""
+    encoded = chat_tokens if tokenizer.chat_template else type(tokenizer).encode
+    return encoded(tokenizer, message)
