@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_trie.hooks.wire import SPEC_KEY
 from vllm_trie.searches import BeamSearch, Candidates
-from vllm_trie.searches.engine.frontend.requests import prepare_params
+from vllm_trie.searches.engine.frontend.requests import _parsed, _prepared
 from vllm_trie.searches.engine.scheduler.beam_scheduler import (
     AsyncTrieBeamScheduler,
     TrieBeamScheduler,
@@ -485,6 +485,11 @@ class Simulation:
         assert scheduler.max_num_active_reqs == scheduler.beam_groups.admission.slots
         assert not self.worker.requests
         assert not self.worker.chains
+
+
+def prepare_params(params: SamplingParams) -> SamplingParams:
+    """What the front end makes of a beam request whose engine can serve it."""
+    return _prepared(params, *_parsed(params))
 
 
 def expected_beam(prompt: list[int], width: int, **options: Any) -> list[tuple[list[int], float]]:

@@ -15,12 +15,12 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.engine.beam.simulation import prepare_params
 from tests.engine.prompts import tokenizer
 from vllm_trie.hooks.ledger.installation import Installation
 from vllm_trie.hooks.ledger.table import patches_here
 from vllm_trie.hooks.wire import SPEC_KEY
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
-from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 from vllm_trie.searches.engine.search_wire import HypothesisAnswer, SearchAnswer
 

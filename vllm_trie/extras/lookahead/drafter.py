@@ -64,11 +64,6 @@ class LookaheadDrafter(Drafter):
         self.shape = fit(options, context.num_nodes)
         self._states: dict[str, _State] = {}
 
-    @property
-    def num_ngrams(self) -> int:
-        """N-grams in all pools."""
-        return sum(state.pool.num_ngrams for state in self._states.values())
-
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         return [self._propose_one(request) for request in requests]
 

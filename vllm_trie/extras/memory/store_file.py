@@ -78,16 +78,13 @@ class Store(NamedTuple):
     """Least recently used first."""
 
 
-def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) -> StoreHeader:
+def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) -> None:
     """Write a file of mode 0600; an older one is replaced once the new one is complete.
 
     Args:
         path: The file.
         header: Its header; the numbers of texts, salts and tokens are filled in.
         texts: Least recently used first. Of too many, the last ones are kept.
-
-    Returns:
-        The header as written.
 
     Raises:
         OSError: The file cannot be written.
@@ -105,7 +102,6 @@ def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) ->
         "num_prompts": len(prompts),
         "num_tokens": int(lengths.sum()),
     }
-    header = header.model_copy(update=counts)
 
     def body() -> Iterator[bytes]:
         yield lengths.tobytes()
@@ -117,8 +113,7 @@ def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) ->
         yield b"".join(salts)
         yield b"".join(prompts)
 
-    FORMAT.write(path, header, body())
-    return header
+    FORMAT.write(path, header.model_copy(update=counts), body())
 
 
 def read_store(path: Path) -> Store:

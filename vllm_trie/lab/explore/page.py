@@ -51,9 +51,7 @@ class Beams(NamedTuple):
     block_size: int
 
 
-def page(
-    traces: Sequence[Trace], decode: Decode, beams: Beams | None = None, title: str = ""
-) -> str:
+def page(traces: Sequence[Trace], decode: Decode, beams: Beams | None = None) -> str:
     """Return the page of some generations, side by side, and of a beam search.
 
     Args:
@@ -61,7 +59,6 @@ def page(
             their requests' ids.
         decode: Of the model's tokenizer, special tokens included.
         beams: Shown in a view of its own.
-        title: Of the page; the model's name if left out.
     """
     token_ids: set[int] = set()
     for trace in traces:
@@ -70,12 +67,13 @@ def page(
     if beams is not None:
         token_ids.update(beams.search.token_ids)
     first = traces[0].header if traces else None
-    title = title or (first.model.rstrip("/").rpartition("/")[2] if first else "beam search")
+    title = first.model.rstrip("/").rpartition("/")[2] if first else "beam search"
     methods = [trace.header.method for trace in traces]
     names = [
         method if methods.count(method) == 1 else f"{method} {trace.header.request_id}".strip()
         for method, trace in zip(methods, traces, strict=True)
     ]
+    # Its form is described in `tools.js`.
     document = {
         "title": title,
         "prompt": "" if first is None else decode(first.prompt),
@@ -87,11 +85,6 @@ def page(
         "beams": None if beams is None else _beams(beams, decode),
         "labels": {token: visible_text(decode([token]))[:_LONGEST_LABEL] for token in token_ids},
     }
-    return assemble(document)
-
-
-def assemble(document: dict[str, object]) -> str:
-    """Return the page that shows a document, whose form `tools.js` describes."""
     folder = files("vllm_trie.lab.explore") / "assets"
     script = "\n".join((folder / f"{n}.js").read_text(encoding="utf-8") for n in _SCRIPTS)
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -100,7 +93,7 @@ def assemble(document: dict[str, object]) -> str:
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(f"{document['title']} · vllm-trie explore"),
+        title=escape(f"{title} · vllm-trie explore"),
         style=(folder / "page.css").read_text(encoding="utf-8"),
         script=script,
         digest=digest,

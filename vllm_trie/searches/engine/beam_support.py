@@ -18,7 +18,6 @@ from vllm_trie.hooks.start.limits import reason_off
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import BeamSearchParams, SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _FORKED = (
@@ -92,31 +91,6 @@ def cache_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
 
 class BeamRequestError(VLLMValidationError, ValueError):
     """A beam request that cannot be served; the server answers 400 with its message."""
-
-
-def check_inputs(request: EngineCoreRequest) -> None:
-    """Refuse a beam request with inputs that the search cannot continue.
-
-    Raises:
-        BeamRequestError: It has prompt embeddings or streaming input.
-    """
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
-    if request.resumable:
-        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
-
-
-def check_slots(beam_width: int, slots: int) -> None:
-    """Refuse a search with more beams than an engine runs requests.
-
-    Raises:
-        BeamRequestError: `beam_width` is above `slots`.
-    """
-    if beam_width > slots:
-        raise BeamRequestError(
-            f"beam_width must be at most max_num_seqs={slots}, got {beam_width}; lower beam_width "
-            "or start the engine with a larger max_num_seqs"
-        )
 
 
 def check_blocks(

@@ -15,7 +15,7 @@ from vllm_trie.drafts import Drafter
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.memory import warm_start as module
 from vllm_trie.extras.memory.folder import Identity, Slot
-from vllm_trie.extras.memory.store_file import StoreHeader, read_store, write_store
+from vllm_trie.extras.memory.store_file import read_store, write_store
 from vllm_trie.extras.memory.warm_start import WarmStart
 from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.tree import TokenTree
@@ -127,9 +127,9 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
     threads: list[str] = []
     write = write_store
 
-    def recorded(*content: Any) -> StoreHeader:
+    def recorded(*content: Any) -> None:
         threads.append(threading.current_thread().name)
-        return write(*content)
+        write(*content)
 
     monkeypatch.setattr(module, "write_store", recorded)
     saving, drafter = start(tmp_path)

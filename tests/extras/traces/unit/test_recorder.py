@@ -12,6 +12,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 
+from tests.engine.beam.simulation import prepare_params
 from tests.unit.drafters.support import make_context
 from vllm_trie.drafts import VerifiedStep, get_drafter_class, parse_options
 from vllm_trie.drafts.engine.config import AllOptions, TreeConfig
@@ -23,7 +24,6 @@ from vllm_trie.extras.traces.trace_file import Step, read_trace
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, with_packed_options
 from vllm_trie.hooks.wire import SPEC_KEY, TreeStats
 from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
-from vllm_trie.searches.engine.frontend.requests import prepare_params
 from vllm_trie.tree import TokenTree
 
 TREE = TokenTree.from_lists([5, 6, 7], [-1, 0, -1], [0.9, 0.5, 0.1])

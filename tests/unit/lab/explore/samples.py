@@ -48,7 +48,7 @@ def generation(method: str, num_tokens: int, mean_accepted: float, seed: int = 0
         seconds = 0.006 + 0.003 * chosen.random()
         steps.append(Step.of(tree, path, tokens, seconds, no_draft="budget"))
         done += len(tokens)
-    header = Header.of("", method, "sample", "t", [0, 1, 2], {"scoring": "x"})
+    header = Header.of("", method, "<b>sample", "t", [0, 1, 2], {"scoring": "x"})
     return Trace(header, steps, "complete")
 
 

@@ -20,7 +20,7 @@ STEPS = TRACES[1].steps
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     contents = {
-        "short": page(TRACES, decode, search(24), "<b>sample</b>"),
+        "short": page(TRACES, decode, search(24)),
         "long": page([LONG._replace(end="steps")], decode, search(300, 8)),
         "beams": page([], decode, search(5, 2)),
         "empty": page([TRACES[0]._replace(steps=[], end="missing")], decode),
@@ -136,7 +136,7 @@ def readable(text: str) -> str:
 def test_hostile_text_is_shown(show):
     tab = show("short")
     tab.press("1")
-    assert tab.text("#title") == "<b>sample</b>"
+    assert tab.text("#title") == "<b>sample"
     assert [tab.count(s) for s in ("script", "img", "h1 b, #text *:not(span)")] == [2, 0, 0]
     text = tab.text("#text")
     assert text == readable(decode([t for step in TRACES[0].steps for t in step.tokens]))

@@ -46,10 +46,11 @@ class Scripts(HTMLParser):
 
 @given(st.text())
 def test_any_text_arrives(text):
-    header = Header.of("", "plain", "m", "t", [0])
-    content = page([Trace(header, [], "complete")], lambda token_ids: text, title=text)
+    header = Header.of("", "plain", f"folder/{text}", "t", [0])
+    content = page([Trace(header, [], "complete")], lambda token_ids: text)
     document = json.loads(Scripts(content).contents[0])
-    assert (document["prompt"], document["title"]) == (text, text or "m")
+    assert document["prompt"] == text
+    assert document["title"] == f"folder/{text}".rstrip("/").rpartition("/")[2]
     data = re.search(r'id="data">(.*?)</script>', content, re.DOTALL)
     assert not set("<>&") & set(data[1])
 

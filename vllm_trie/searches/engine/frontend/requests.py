@@ -27,8 +27,6 @@ from vllm_trie.searches.engine.beam_support import (
     BeamRequestError,
     beam_slots,
     check_blocks,
-    check_inputs,
-    check_slots,
     min_blocks,
     unsupported_rule,
 )
@@ -176,26 +174,23 @@ def _prepare_search(
         spec.constraint.check(vllm_config, params, spec.options)
     prepared = _prepared(params, spec, others)
     _check_processors(prepared, processors)
-    check_slots(spec.options.beam_width, beam_slots(vllm_config))
+    width, slots = spec.options.beam_width, beam_slots(vllm_config)
+    if width > slots:
+        raise BeamRequestError(
+            f"beam_width must be at most max_num_seqs={slots}, got {width}; lower beam_width or "
+            "start the engine with a larger max_num_seqs"
+        )
     if reason := unsupported_rule(vllm_config, params):
         raise BeamRequestError(f"beam search: {reason}; leave one of them out")
     return prepared
 
 
-def prepare_params(params: SamplingParams) -> SamplingParams:
-    """Check a beam request by itself and return a copy that the engine understands.
-
-    The description of the search is under :data:`SPEC_KEY` of its ``extra_args``, where
-    :func:`beam_spec` reads it back. It has the ``n`` of the request: vLLM makes ``n`` requests of
-    one that asks for ``n`` outputs, and a search is one request.
-
-    Raises:
-        BeamRequestError: An option is wrong, or a sampling parameter does not go with beam search.
-    """
-    return _prepared(params, *_parsed(params))
-
-
 def _prepared(params: SamplingParams, spec: BeamSpec, extra_args: dict[str, Any]) -> SamplingParams:
+    """Return a copy of a search's parameters that the engine understands.
+
+    Its ``extra_args`` have the description, with the ``n`` of the request: vLLM makes ``n``
+    requests of one that asks for ``n`` outputs, and a search is one request.
+    """
     options = spec.options
     if params.n > options.beam_width:
         raise BeamRequestError(
@@ -278,11 +273,13 @@ def _num_engines(parallel: ParallelConfig) -> int:
 
 
 def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
-    check_inputs(request)
     cache = vllm_config.cache_config
     params, prompt = request.sampling_params, request.prompt_token_ids
     assert params is not None
-    assert prompt is not None
+    if prompt is None or request.prompt_embeds is not None:
+        raise BeamRequestError("beam search: prompt embeddings are not supported; send token ids")
+    if request.resumable:
+        raise BeamRequestError("beam search: streaming input is not supported with beam_width")
     spec = beam_spec(params)
     if spec.constraint is not None:
         spec.constraint.check_processed(vllm_config, params, len(prompt))
