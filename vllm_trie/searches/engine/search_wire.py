@@ -3,15 +3,11 @@
 The workers keep no state of beams: their tokens and block tables come with every step. Plain
 searches under asynchronous scheduling are the exception: the device chooses the children, and the
 next step begins before the scheduler hears of them.
-
-A search without rules of its own needs the best continuations of all its beams together, which are
-hundreds of times fewer than the best of each beam. vLLM's sampler would give the same number of
-log-probabilities to all requests of the batch. The workers therefore select candidates next to the
-sampler, with the beams' cumulative log-probabilities, and send them with the step's output.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,12 +59,13 @@ def _text(options: BaseModel) -> str:
 
 def beam_spec(params: SamplingParams) -> BeamSpec:
     """Return the description of a search, which the front end has checked."""
-    n, options, *constraint = extra_args_of(params)[SPEC_KEY]
-    spec = BeamSpec(n, BeamOptions.model_validate_json(options))
-    if not constraint:
-        return spec
-    leader, text = constraint
-    return spec._replace(constraint=constraints()[leader].model_validate_json(text))
+    return _unpacked(*extra_args_of(params)[SPEC_KEY])
+
+
+@functools.lru_cache(maxsize=16)  # asked for several times, and may have thousands of ids
+def _unpacked(n: int, options: str, leader: str = "", text: str = "") -> BeamSpec:
+    constraint = constraints()[leader].model_validate_json(text) if leader else None
+    return BeamSpec(n, BeamOptions.model_validate_json(options), constraint)
 
 
 def search_settings(params: SamplingParams, spec: BeamSpec, max_new_tokens: int) -> SearchSettings:
