@@ -283,7 +283,7 @@ def beams(device: torch.device, count: int = 1, items: ItemTrie | None = None) -
                 selections.append(TokenSelection(proxy, of_host, 2 * width, stop_token_ids=(2,)))
             else:
                 nodes = items.children(np.array([0])).nodes[:width]
-                runner.beams.selector._parts.kept[ItemSelection, "items"] = {"": items}
+                runner.beams.selector.parts.kept[ItemSelection, "items"] = {"": items}
                 selections.append(ItemSelection(
                     "items", "", "", width, None, "vocabulary", proxy, None, 0.0, nodes, totals
                 ))  # fmt: skip

@@ -161,7 +161,7 @@ class SearchAhead:
         """Hear of the last choice, and compare the device's beams; return logits by place."""
         places = list(range(self.width))
         if self.expected is not None:
-            places = runner.beams._on_device[self.name].places.tolist()
+            places = runner.beams.selector.parts.beams[self.name].places.tolist()
             assert sorted(places) == list(range(self.width))
             self.children = self.search.advance(self.expected)
             self.runs = len(self.children) == self.width and not self.search.done

@@ -243,7 +243,7 @@ def test_searches_of_one_step_do_not_see_one_another(catalogues, caplog, waits, 
 
     def selected(selections: list[Any]) -> dict[str, Any]:
         selector = Selector(waits)
-        selector._parts.kept |= kept
+        selector.parts.kept |= kept
         selector.selections = selections
         selector.select({}, logits, rows)
         return dict(ChainMap(*(part.fetch() for part in selector.selected)))

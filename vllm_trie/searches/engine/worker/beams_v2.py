@@ -23,7 +23,7 @@ from vllm_trie.attention.device_copy import to_device
 from vllm_trie.hooks.ledger.record import TOKEN_LISTS, Result, of_beams
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import internal_params
-from vllm_trie.searches.device_beams import DeviceBeams, move_rows
+from vllm_trie.searches.device_beams import move_rows
 from vllm_trie.searches.engine.search_wire import BEAM_STEPS, SELECTIONS, BeamStep
 from vllm_trie.searches.engine.worker.device_copies import BlockCopier, warm_up
 from vllm_trie.searches.engine.worker.selection import Selector, send
@@ -86,8 +86,7 @@ class BeamSlots:
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
         self._groups: dict[str, _Group] = {}  # by proxy id
-        self._on_device: DeviceBeams = {}
-        self.selector = Selector(waits=False, beams=self._on_device)
+        self.selector = Selector(waits=False)
         self._steps: Sequence[BeamStep] = ()
         self._copies: Sequence[KVCacheBlockCopy] = ()
         self._addresses: list[int] = []  # of the copier's caches
@@ -113,7 +112,7 @@ class BeamSlots:
             result.kv_cache_block_copies = None
         for proxy_id in ended:
             result.finished_req_ids.update(self._groups.pop(proxy_id).names)
-            self._on_device.pop(proxy_id, None)
+            self.selector.parts.beams.pop(proxy_id, None)
         for step in steps:
             group = self._groups.get(step.proxy_id)
             if group is None:
@@ -203,7 +202,7 @@ class BeamSlots:
             ends.append(int(tails.max()) + 1)
             arrays += [tails, fresh]
         slots, firsts, *blocks = self._write_lengths(steps, indices, arrays)
-        children = [self._on_device[step.proxy_id] for step in steps]
+        children = [self.selector.parts.beams[step.proxy_id] for step in steps]
         sources = slots[torch.cat([part.sources for part in children]) + firsts]
         targets = slots[torch.cat([part.places for part in children]) + firsts]
         token_ids = torch.cat([part.token_ids for part in children])

@@ -20,7 +20,6 @@ from vllm.logger import init_logger
 
 from vllm_trie.attention.device_copy import to_device
 from vllm_trie.refusal import RefusedError
-from vllm_trie.searches.device_beams import DeviceBeams
 from vllm_trie.searches.engine.constraint import Selection, StepCandidates, WorkerParts
 from vllm_trie.searches.engine.search_wire import CANDIDATES
 from vllm_trie.searches.unfetched import Unfetched
@@ -35,16 +34,16 @@ class Selector:
 
     Args:
         waits: Whether the runner may wait for the device.
-        beams: Proxy id to the beams of groups whose children the device chooses; stays the owner's.
 
     Attributes:
+        parts: What selections use and leave.
         selections: What the scheduler asks for; empty once it is selected.
         selected: The candidates of the step by proxy id, without those of selections that failed.
             Those that were launched together are together.
     """
 
-    def __init__(self, waits: bool, beams: DeviceBeams | None = None) -> None:
-        self._parts = WorkerParts(waits, beams={} if beams is None else beams)
+    def __init__(self, waits: bool) -> None:
+        self.parts = WorkerParts(waits)
         self.selections: list[Selection] = []
         self.selected: list[Unfetched[dict[str, StepCandidates]]] = []
 
@@ -92,7 +91,7 @@ class Selector:
             logits = logits[first : first + count]
         else:
             logits = logits[to_device(rows, logits.device)]
-        launched = selections[0].launch(selections, logits, self._parts)
+        launched = selections[0].launch(selections, logits, self.parts)
         names = [selection.proxy_id for selection in selections]
         return launched.then(lambda candidates: dict(zip(names, candidates, strict=True)))
 
