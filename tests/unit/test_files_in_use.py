@@ -17,7 +17,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.unit import numbers_file
-from vllm_trie.files import sealed_copy
+from vllm_trie.files import sealed_copy, watched_file
 from vllm_trie.files.watched_file import WatchedFile
 from vllm_trie.refusal import RefusedError
 
@@ -48,8 +48,9 @@ def write_over(path: Path, whole: bytes) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, copy_over, write_over])
-def test_content_in_use_stays(opened, damage, caplog):
+def test_content_in_use_stays(opened, damage, caplog, monkeypatch):
     """However the file is changed in place; one warning, and complete files are taken up."""
+    monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     path, open_file = opened
     whole = path.read_bytes()
     with caplog.at_level(logging.INFO, logger="vllm_trie.files.watched_file"):
@@ -73,8 +74,9 @@ def test_content_in_use_stays(opened, damage, caplog):
         assert "was replaced" in caplog.text
 
 
-def test_a_file_that_is_complete_again_is_taken_up(tmp_path):
+def test_a_file_that_is_complete_again_is_taken_up(tmp_path, monkeypatch):
     """Even if the last write has the time of one that was seen."""
+    monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     path = numbers_file.write(tmp_path / "file", 3000)
     whole = numbers_file.write(tmp_path / "other", 1).read_bytes()
     watched = WatchedFile(path, numbers_file.read, "the file")
@@ -94,6 +96,7 @@ def test_a_file_that_is_complete_again_is_taken_up(tmp_path):
 
 def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
     """Later, as where a network failed for a moment."""
+    monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     path = numbers_file.write(tmp_path / "file", 3000)
     watched = WatchedFile(path, numbers_file.read, "the file")
     numbers_file.write(tmp_path / "other", 2).replace(path)

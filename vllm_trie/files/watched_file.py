@@ -13,6 +13,8 @@ _Content = TypeVar("_Content")
 
 logger = logging.getLogger(__name__)
 
+INTERVAL = 1.0
+"""Seconds between two looks at a file, which may be on a network, while an engine waits."""
 _SETTLED_NS = 1_000_000_000
 """Age from which a change of a file is told by its time."""
 _RETRY_S = 10.0
@@ -40,14 +42,11 @@ class WatchedFile(Generic[_Content]):
         open_file: Opens and checks it; raises what it likes. What it returns must not depend on the
             file any more.
         name: Of the file in messages.
-        interval: Seconds between two looks at the file, which may be on a network, at least.
     """
 
-    def __init__(
-        self, path: Path, open_file: Callable[[Path], _Content], name: str, interval: float = 0.0
-    ) -> None:
+    def __init__(self, path: Path, open_file: Callable[[Path], _Content], name: str) -> None:
         self._path, self._open, self._name = path, open_file, name
-        self._interval, self._next_look = interval, 0.0
+        self._next_look = 0.0
         self._stamp: tuple[int, ...] = ()
         self._in_place = False  # whether it was written to, and not replaced since
         self._thread: threading.Thread | None = None
@@ -59,7 +58,7 @@ class WatchedFile(Generic[_Content]):
         """Return the newest version; looks for another one if it is time to."""
         if (now := time.monotonic()) < self._next_look:
             return self._content
-        self._next_look = now + self._interval
+        self._next_look = now + INTERVAL
         if self._thread is None or not self._thread.is_alive():
             try:
                 stamp = file_stamp(self._path)

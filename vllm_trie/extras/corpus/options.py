@@ -19,9 +19,6 @@ from vllm_trie.extras.corpus.corpus_file import (
 from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 from vllm_trie.files.watched_file import WatchedFile
 
-INTERVAL = 1.0
-"""Seconds between two looks for another corpus: drafts are made between two steps."""
-
 
 class CorpusOptions(ArchiveOptions):
     """Options of a corpus."""
@@ -56,4 +53,4 @@ class CorpusOptions(ArchiveOptions):
         if context.tensor_parallel_size > 1:
             corpus = open_file(path)
             return lambda: corpus
-        return WatchedFile(path, open_file, "the corpus", INTERVAL).latest
+        return WatchedFile(path, open_file, "the corpus").latest

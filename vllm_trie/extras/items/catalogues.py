@@ -18,7 +18,7 @@ from vllm_trie.extras.items.search import ItemSearch
 from vllm_trie.extras.items.selection import Rules, Selection, select, view
 from vllm_trie.extras.items.step import Continuations, Normalize
 from vllm_trie.extras.items.trie import ROOT, ItemId, ItemTrie
-from vllm_trie.extras.items.trie_file import check_tokenizer, open_items, read_header
+from vllm_trie.extras.items.trie_file import check_tokenizer, open_items
 from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.files.watched_file import WatchedFile
 from vllm_trie.searches import Children, Hypothesis, SearchSettings
@@ -32,8 +32,6 @@ class Catalogue(NamedTuple):
     trie: ItemTrie
 
 
-INTERVAL = 1.0
-"""Seconds between two looks at a file, for which the engine waits."""
 MAX_SELECTIONS = 64
 """Selections that are kept for equal requests."""
 
@@ -48,13 +46,13 @@ class Catalogues:
         tokenizers: dict[Path, str | None] = {}  # fingerprints of the first versions
 
         def open_catalogue(path: Path) -> Catalogue:
-            trie, header = open_items(path, vocab_size), read_header(path)
-            first = tokenizers.setdefault(path, header.tokenizer)
-            check_tokenizer(path, header, first, "the first version")
+            trie = open_items(path, vocab_size)
+            first = tokenizers.setdefault(path, trie.tokenizer)
+            check_tokenizer(path, trie.tokenizer, first, "the first version")
             return Catalogue(path, trie)
 
         self._files = {
-            name: WatchedFile(path, open_catalogue, f"catalogue {name!r}", INTERVAL)
+            name: WatchedFile(path, open_catalogue, f"catalogue {name!r}")
             for name, path in paths.items()
         }
         self._selections: dict[tuple[str, str], Selection] = {}

@@ -20,12 +20,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from vllm_trie.extras.items import catalogues
 from vllm_trie.extras.items.catalogues import Catalogues, GroupItems
 from vllm_trie.extras.items.selection import Rules
 from vllm_trie.extras.items.start import ITEMS, catalogue_paths
 from vllm_trie.extras.items.trie_file import ItemsError, ItemsHeader, read_header
-from vllm_trie.files.watched_file import file_stamp
+from vllm_trie.files import watched_file
 from vllm_trie.hooks.start.additional_config import spelled
 from vllm_trie.refusal import shown
 from vllm_trie.searches import BeamOptions, SearchSettings
@@ -190,7 +189,7 @@ class ItemOptions(SearchConstraint):
             )
         path = catalogue_paths(vllm_config)[self.items]
         try:
-            header = _read_header(path, _stamp(path, time.monotonic() // catalogues.INTERVAL))
+            header = _read_header(path, _stamp(path, time.monotonic() // watched_file.INTERVAL))
         except (ItemsError, OSError):
             return  # the scheduler serves the version before, and checks the length, too
         self._check_ids(header)
@@ -263,7 +262,7 @@ class ItemOptions(SearchConstraint):
 @functools.lru_cache(maxsize=64)
 def _stamp(path: Path, interval: float) -> tuple[int, ...]:
     """Look at a file once in each interval, as the engine does: the server waits for it."""
-    return file_stamp(path)
+    return watched_file.file_stamp(path)
 
 
 @functools.lru_cache(maxsize=64)

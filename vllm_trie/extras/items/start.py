@@ -70,8 +70,7 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
             header = read_header(path)
             check_vocabulary(path, header, vocab_size)
             if header.tokenizer is not None and not model_config.skip_tokenizer_init:
-                check_tokenizer(
-                    path, header, _tokenizer_print(model_config.tokenizer), "the model's"
-                )
+                tokenizer = _tokenizer_print(model_config.tokenizer)
+                check_tokenizer(path, header.tokenizer, tokenizer, "the model's")
         except ItemsError as error:
             raise ItemsError(f"{spelled(ITEMS)}[{name!r}] is an unusable file: {error}") from None

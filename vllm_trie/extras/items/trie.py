@@ -83,6 +83,7 @@ class ItemTrie:
         version: Identifies the content.
         weight_range: The least and the largest weight.
         memory: Where other processes of the host can open it while this one uses it.
+        tokenizer: Fingerprint of its tokenizer; None if none was named.
     """
 
     first_child: np.ndarray
@@ -97,6 +98,7 @@ class ItemTrie:
     version: str = ""
     weight_range: tuple[float, float] = (0.0, 0.0)
     memory: str = ""
+    tokenizer: str | None = None
 
     @property
     def num_items(self) -> int:

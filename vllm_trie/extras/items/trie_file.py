@@ -126,6 +126,7 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
         digest.hex(),
         (float(weights.min()), float(weights.max())) if header.weights else (0.0, 0.0),
         memory,
+        header.tokenizer,
     )
     if version is not None:
         return trie
@@ -137,18 +138,18 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
     return trie
 
 
-def check_tokenizer(path: Path, header: ItemsHeader, tokenizer: str | None, whose: str) -> None:
+def check_tokenizer(path: Path, built_with: str | None, tokenizer: str | None, whose: str) -> None:
     """Refuse a trie of another tokenizer, where both fingerprints are known.
 
     Args:
-        path, header: Of the trie.
-        tokenizer: Fingerprint.
-        whose: Tokenizer that is, in the message.
+        path: The file.
+        built_with, tokenizer: Fingerprints, of the trie's tokenizer and of the other one.
+        whose: The other one, in the message.
 
     Raises:
-        ItemsError: It is another one.
+        ItemsError: They differ.
     """
-    if None not in (header.tokenizer, tokenizer) and header.tokenizer != tokenizer:
+    if None not in (built_with, tokenizer) and built_with != tokenizer:
         raise FORMAT.problem(path, f"it was built with another tokenizer than {whose}")
 
 

@@ -19,6 +19,7 @@ from vllm_trie.drafts.ngram_trie.drafter import BLEND
 from vllm_trie.drafts.ngrams import Job, NativeBackend
 from vllm_trie.extras.corpus import options as options_module
 from vllm_trie.extras.corpus.corpus_file import CorpusError, open_corpus, write_corpus
+from vllm_trie.files import watched_file
 from vllm_trie.files.checked_file import PREFIX
 from vllm_trie.files.tokenizers import TextTokenizer, fingerprint
 from vllm_trie.lab.commands import corpus as corpus_cli
@@ -53,7 +54,7 @@ def letters(monkeypatch):
 
 @pytest.mark.usefixtures("letters")
 def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(options_module, "INTERVAL", 0.0)
+    monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     context = make_context(tokenizer="letters")
     drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)
 

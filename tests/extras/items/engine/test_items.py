@@ -17,7 +17,8 @@ from tests.extras.items.unit.catalogues import (
     weight_of,
     write,
 )
-from vllm_trie.extras.items import Rules, catalogues
+from vllm_trie.extras.items import Rules
+from vllm_trie.files import watched_file
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())
@@ -343,7 +344,7 @@ def test_prompt_without_room(items_engine):
 
 
 def test_new_version_while_serving(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(catalogues, "INTERVAL", 1e-9)
+    monkeypatch.setattr(watched_file, "INTERVAL", 1e-9)
     path = write(tmp_path / "items.trie", FEW)
     llm = engine(**OPTIONS, additional_config={"vllm_trie": {"items": {"items": str(path)}}})
 

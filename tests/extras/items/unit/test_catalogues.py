@@ -17,12 +17,13 @@ from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.catalogues import Catalogues
 from vllm_trie.extras.items.options import ItemOptions
 from vllm_trie.extras.items.sources import read_items
+from vllm_trie.files import watched_file
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 
 
 @pytest.fixture(autouse=True)
 def _looks_each_time(monkeypatch):
-    monkeypatch.setattr(module, "INTERVAL", 0.0)
+    monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
 
 
 def test_a_version_of_another_tokenizer_is_refused(tmp_path, caplog):
@@ -59,7 +60,7 @@ def test_a_version_that_cannot_be_opened_is_tried_once(tmp_path, monkeypatch):
 
 def test_requests_do_not_look_at_the_file_each(tmp_path, monkeypatch):
     """It may be on a network, and both processes look at it where they must not wait."""
-    monkeypatch.setattr(module, "INTERVAL", 1e9)
+    monkeypatch.setattr(watched_file, "INTERVAL", 1e9)
     path = write(tmp_path / "items", {(1, 2): 5})
     catalogues = Catalogues({"a": path}, vocab_size=9)
     config: Any = SimpleNamespace(
