@@ -20,7 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from vllm_trie.extras.items.catalogues import Catalogues, GroupItems
+from vllm_trie.extras.items.catalogues import Catalogues
+from vllm_trie.extras.items.search import GroupItems
 from vllm_trie.extras.items.selection import Rules
 from vllm_trie.extras.items.start import ITEMS, catalogue_paths
 from vllm_trie.extras.items.trie_file import ItemsError, ItemsHeader, read_header

@@ -1,14 +1,21 @@
-"""Beam search inside a catalogue: a search with a node for each row."""
+"""Beam search inside a catalogue: a search with a node for each row.
+
+With every step, the worker gets the rows' nodes and chooses candidates among their children.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from vllm_trie.extras.items.step import Continuations, Trie, nodes_of, tokens_of
+from vllm_trie.extras.items.catalogues import Catalogue
+from vllm_trie.extras.items.selection import Selection, view
+from vllm_trie.extras.items.step import Continuations, Normalize, nodes_of, tokens_of
 from vllm_trie.extras.items.trie import ROOT, ItemId
+from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.searches import (
     BeamSearch,
     Candidates,
@@ -17,44 +24,75 @@ from vllm_trie.searches import (
     Outcomes,
     SearchSettings,
 )
+from vllm_trie.searches.engine.constraint import GroupSearch
 
 
-class ItemSearch:
-    """One search whose hypotheses are items.
-
-    A step takes the candidates of :func:`~vllm_trie.extras.items.step.best_continuations`.
+class GroupItems(GroupSearch):
+    """The search of a group whose hypotheses are items.
 
     Attributes:
-        trie: The catalogue.
-        search: The search over tokens.
-        eos_token_id: Token that must follow a complete item; None if an item ends the hypothesis.
         nodes: int32 [rows], the node of each row.
     """
 
     def __init__(
         self,
-        trie: Trie,
+        catalogue: Catalogue,
+        selection: Selection | None,
+        normalize: Normalize,
         settings: SearchSettings,
-        eos_token_id: int | None = None,
-        weight_factor: float = 0.0,
+        eos_token_id: int | None,
+        weight_factor: float,
     ) -> None:
-        self.trie = trie
-        low, high = trie.weight_range
+        """Begin a search.
+
+        Args:
+            catalogue: Where it searches.
+            selection: The valid part of the catalogue, None for all of it.
+            normalize: What the probabilities are normalized over.
+            settings: The settings of the search.
+            eos_token_id: Token that must follow an item; None if an item ends the hypothesis.
+            weight_factor: Factor of the items' weights.
+        """
+        self._catalogue, self._selection = catalogue, selection
+        self._trie = view(catalogue.trie, selection)
+        low, high = self._trie.weight_range
         most = max(weight_factor * low, weight_factor * high)
         self.search = BeamSearch(replace(settings, most_added=most))
-        self.eos_token_id = eos_token_id
         self.nodes = np.array([ROOT], dtype=np.int32)
+        self._normalize: Normalize = normalize
+        self._eos_token_id = eos_token_id
         self._weight_factor = weight_factor
         self._steps: list[Continuations] = []
+        self._valid_children = self._forced_tokens = 0
+
+    def selection(self, proxy_id: str, rows: np.ndarray) -> ItemSelection:
+        return ItemSelection(
+            str(self._catalogue.path),
+            self._catalogue.trie.memory,
+            self._catalogue.trie.version,
+            self.search.settings.beam_width,
+            self._eos_token_id,
+            self._normalize,
+            proxy_id,
+            self._selection,
+            self._weight_factor,
+            self.nodes[rows],
+            self.search.totals[rows],
+        )
 
     def advance(self, continuations: Continuations) -> Children:
-        """Take one step with the continuations of all rows.
+        """Take a step with the continuations of all rows.
 
-        Returns:
-            The rows of the next step, none when the search is done. Mutates the search.
+        Raises:
+            RuntimeError: None of them is possible: the model's logits are no numbers.
         """
-        rows, targets, logprobs = continuations
-        tokens = tokens_of(self.trie, targets, self.eos_token_id)
+        rows, targets, logprobs, num_children = continuations
+        possible = (logprobs > -np.inf).any()
+        if not possible and self._trie.has_children(np.array([ROOT])).all():
+            raise RuntimeError("no row has a possible candidate")
+        self._valid_children += int(num_children.sum())
+        self._forced_tokens += int((num_children == 1).sum())
+        tokens = tokens_of(self._trie, targets, self._eos_token_id)
         children = self.search.advance(
             Candidates(rows, tokens, logprobs), Outcomes(targets < 0, targets >= 0)
         )
@@ -70,7 +108,7 @@ class ItemSearch:
         hypotheses = self.search.hypotheses()
         if not self._weight_factor or not hypotheses:
             return hypotheses
-        added = self._weight_factor * self.trie.item_weights(self._item_nodes(hypotheses))
+        added = self._weight_factor * self._trie.item_weights(self._item_nodes(hypotheses))
         return [
             hypothesis._replace(
                 logprobs=[*hypothesis.logprobs[:-1], hypothesis.logprobs[-1] - float(weight)]
@@ -78,11 +116,21 @@ class ItemSearch:
             for hypothesis, weight in zip(hypotheses, added, strict=True)
         ]
 
-    def item_ids(self, hypotheses: Sequence[Hypothesis]) -> list[ItemId]:
-        """Return the item of each finished hypothesis."""
-        return self.trie.item_ids(self._item_nodes(hypotheses))
+    def described(self, hypothesis: Hypothesis) -> tuple[ItemId | None, dict[str, Any]]:
+        if not len(hypothesis.places):  # one that the search did not find
+            return None, {}
+        (item,) = self._catalogue.trie.item_ids(self._item_nodes([hypothesis]))
+        return item, {"item": item}
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "item_steps": self.search.steps,
+            "valid_children": self._valid_children,
+            "forced_tokens": self._forced_tokens,
+        }
 
     def _item_nodes(self, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
+        """Return the nodes at which the items of hypotheses end."""
         targets = []
         for hypothesis in hypotheses:
             step, row, position = hypothesis.places[-1]

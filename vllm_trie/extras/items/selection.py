@@ -12,7 +12,6 @@ intervals of nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -76,12 +75,6 @@ class SelectedTrie:
         kept = ends | continues
         return children if kept.all() else Children(*(array[kept] for array in children))
 
-    def num_children(self, nodes: np.ndarray) -> np.ndarray:
-        """Return int [n], the number of children of int [n] nodes that may be entered."""
-        first_child = self.trie.first_child
-        ends, begins = first_child[nodes + 1], first_child[nodes]
-        return np.asarray(self._num_allowed(ends) - self._num_allowed(begins))
-
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether valid items go on after int[...] nodes."""
         return np.asarray(self._lookup(nodes)[1] & self.trie.has_children(nodes))
@@ -90,38 +83,9 @@ class SelectedTrie:
         """Return bool[...], whether a valid item ends at int[...] nodes."""
         return np.asarray(self._lookup(nodes)[0] & self.trie.is_terminal(nodes))
 
-    def item_ids(self, nodes: np.ndarray) -> list[ItemId]:
-        """Return the ids of the items that end at int [n] nodes."""
-        return self.trie.item_ids(nodes)
-
     def item_weights(self, nodes: np.ndarray) -> np.ndarray:
         """Return float32[...], the weights of the items that end at int[...] nodes."""
         return self.trie.item_weights(nodes)
-
-    def _num_allowed(self, ends: np.ndarray) -> np.ndarray:
-        """Return int64 [n], the number of nodes below int [n] `ends` that may be entered.
-
-        The intervals that end before, the part of one that does not, and the listed nodes that
-        differ from their interval.
-        """
-        whole, differing = self._sums
-        bounds, nodes = self.selection.bounds, self.selection.nodes
-        indices = np.searchsorted(bounds, ends, side="right")
-        parts = np.zeros(len(ends), dtype=np.int64)
-        inside = indices % 2 == 1
-        parts[inside] = ends[inside] - bounds[indices[inside] - 1]
-        listed = np.searchsorted(nodes, np.asarray(ends, dtype=nodes.dtype))
-        return np.asarray(whole[indices // 2] + parts + differing[listed])
-
-    @cached_property
-    def _sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return int64 [k + 1], the nodes in the first intervals, and int64 [m + 1], how many more
-        may be entered because of the first listed nodes."""
-        bounds, nodes, ends, continues = self.selection
-        inside = np.searchsorted(bounds, nodes, side="right") % 2
-        more = (ends | continues).astype(np.int64) - inside
-        lengths = bounds[1::2] - bounds[::2]
-        return np.append(0, lengths.cumsum()), np.append(0, more.cumsum())
 
     def _lookup(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return bool[...] twice: items may end at the nodes, or below, if the trie has them."""

@@ -118,10 +118,6 @@ class ItemTrie:
         nodes_below = np.arange(total) + np.repeat(starts - (ends - counts), counts)
         return Children(parents, nodes_below.astype(np.int32), self.tokens[nodes_below])
 
-    def num_children(self, nodes: np.ndarray) -> np.ndarray:
-        """Return int [n], the number of children of int [n] nodes."""
-        return np.asarray(self.first_child[nodes + 1] - self.first_child[nodes])
-
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether items go on after int[...] nodes."""
         nodes = np.asarray(nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from tests.extras.items.unit.catalogues import (
 )
 from tests.unit.beam.models import extended, random_model, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
-from vllm_trie.extras.items.search import ItemSearch
+from vllm_trie.extras.items.catalogues import Catalogue
+from vllm_trie.extras.items.search import GroupItems
 from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
 from vllm_trie.extras.items.step import ItemStep, best_continuations
 from vllm_trie.extras.items.worker import ItemSelection
@@ -38,9 +40,11 @@ RULES = [Rules(deny_prefixes=[[3], [1, 2]]), Rules(allow_items=range(999, 1050))
 
 def run_items(
     next_logits, trie, search_settings, eos=None, normalize="vocabulary", weight_factor=0.0
-) -> ItemSearch:
+) -> GroupItems:
     """Drive a search as the engine does: all rows' logits, then the valid candidates only."""
-    search = ItemSearch(trie, search_settings, eos, weight_factor)
+    tree, selection = getattr(trie, "trie", trie), getattr(trie, "selection", None)
+    catalogue = Catalogue(Path(), tree)
+    search = GroupItems(catalogue, selection, normalize, search_settings, eos, weight_factor)
     rows = [[]]
     while not search.search.done:
         step = ItemStep(
@@ -48,7 +52,6 @@ def run_items(
         )
         (candidates,) = best_continuations([step], next_logits(rows), normalize).fetch()
         rows = extended(rows, search.advance(candidates))
-        tree = getattr(trie, "trie", trie)
         assert tree.find_all(rows).tolist() == search.nodes.tolist()
     return search
 
@@ -137,8 +140,22 @@ def test_equals_reference(
     for hypothesis, item in zip(hypotheses, items, strict=True):
         total = sum(hypothesis.logprobs) + weights[item]
         assert total == pytest.approx(hypothesis.sum_logprob, abs=1e-4)
-    assert search.item_ids(hypotheses) == [plain.items[item] for item in items]
+    found = [search.described(hypothesis)[0] for hypothesis in hypotheses]
+    assert found == [plain.items[item] for item in items]
     assert len(set(items)) == len(items)
+
+
+@pytest.mark.parametrize("eos", [None, EOS])
+def test_steps_tell_how_many_children_are_valid(catalogues, eos):
+    trie, _ = catalogues[1]
+    tries = [trie, SelectedTrie(trie, select(trie, RULES[0]))]
+    nodes = trie.children(np.array([0])).nodes[:3]
+    steps = [ItemStep(each, nodes, np.zeros(3, dtype=np.float32), 2, eos) for each in tries]
+    for step, best in zip(
+        steps, best_continuations(steps, torch.zeros(6, VOCAB)).fetch(), strict=True
+    ):
+        expected = [len(step.trie.children(np.array([node])).nodes) for node in nodes]
+        assert best.num_children.tolist() == expected
 
 
 def test_fewer_items_than_the_width(catalogues):
@@ -148,7 +165,7 @@ def test_fewer_items_than_the_width(catalogues):
     search = run_items(
         lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])), trie, search_settings
     )
-    item_ids = search.item_ids(search.search.hypotheses())
+    item_ids = [search.described(hypothesis)[0] for hypothesis in search.hypotheses()]
     assert sorted(item_ids) == sorted(plain.items.values())
 
 
