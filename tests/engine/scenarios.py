@@ -15,7 +15,7 @@ from vllm.sampling_params import BeamSearchParams
 
 from tests.engine.beam import test_token_rules
 from tests.engine.beam.cases import few_cases, greedy_requests, prompt, request_of
-from tests.engine.beam.lora import make_adapter
+from tests.engine.beam.lora import make_adapters
 from tests.engine.beam.test_little_room import cases
 from tests.engine.compare import speculation
 from tests.engine.conftest import Engines, scheduler_of, trees_of
@@ -158,13 +158,7 @@ def on_v1(folder: Path) -> Iterator[Scenario]:
     yield "memory", memory, repeated(10)
     yield "memory, started again", memory, repeated(4)
     yield "chains", speculation("ngram_trie", 8, verification="chain", **learning), mixed(2, 16)
-    adapters: list[LoRARequest | None] = [None]
-    for number in (1, 2):
-        adapter, merged = folder / f"adapter{number}", folder / f"merged{number}"
-        adapter.mkdir()
-        merged.mkdir()
-        make_adapter(adapter, merged, seed=number)
-        adapters.append(LoRARequest(f"adapter-{number}", number, str(adapter)))
+    adapters = [None, *make_adapters(folder, 2)]
     # On CPUs, vLLM 0.32 computes requests without an adapter with the one in the last slot.
     lora = {**wide, "enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
     requests = [*repeated(5), *searches(12)[:3]]

@@ -11,7 +11,7 @@ from tests.newer_vllm import newer_vllm
 from tests.processes import run_program
 
 pytestmark = needs_triton
-SALTS = ["\x003:one", "\x003:two", "\x003:twomine", "mine"]
+SALTS = ["\x009:adapter-1", "\x009:adapter-2", "\x009:adapter-2mine", "mine"]
 """Of requests with adapters, cache salts and both."""
 
 

@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.engine.beam.cases import few_cases, request_of, run_cases
 from tests.engine.beam.gpu_runners_run import passes_at_start
-from tests.engine.beam.lora import make_adapter
+from tests.engine.beam.lora import make_adapters
 from tests.engine.beam.oracle import Case
 from tests.engine.compare import (
     check_outputs_beside_aborts,
@@ -452,17 +452,6 @@ def adapted(llm: LLM, adapters: list[LoRARequest]) -> list[Any]:
     return llm.generate(prompts, greedy(), lora_request=chosen, use_tqdm=False)
 
 
-def make_adapters(folder: Path) -> list[LoRARequest]:
-    adapters = []
-    for number, name in enumerate(("one", "two"), 1):
-        paths = folder / name, folder / f"{name}-merged"
-        for path in paths:
-            path.mkdir()
-        make_adapter(*paths, seed=number)
-        adapters.append(LoRARequest(name, number, str(paths[0])))
-    return adapters
-
-
 def structured(llm: LLM) -> list[Any]:
     return generate(llm, TEXTS[1:3], STRUCTURED_FIRST)
 
@@ -557,7 +546,7 @@ def compare_all(folder: Path) -> dict[str, Any]:
     llm = engine(async_scheduling=False, **ADAPTERS)
     waits = Waits(llm)
     requests = random_requests(RANDOM_REQUESTS, seed=0)
-    adapters = make_adapters(folder)
+    adapters = make_adapters(folder, 2)
     plain = {
         "greedy": generate(llm, TEXTS, MIXED),
         "waits": waits.summary(),
@@ -606,7 +595,7 @@ def compare_newer(folder: Path) -> dict[str, Any]:
     """What a release of vLLM can change below the plugin: steps, preemptions and verification,
     masks of grammars, adapters, searches on the device and the check of them."""
     kept = [engine(async_scheduling=False, **ADAPTERS)]  # to the end: see `v2_families._kept`
-    llm, adapters = kept[0], make_adapters(folder)
+    llm, adapters = kept[0], make_adapters(folder, 2)
     plain = {
         "greedy": generate(llm, TEXTS, MIXED),
         "seeds": generate(llm, TEXTS[:4], SEEDS),

@@ -1,4 +1,4 @@
-"""A random LoRA adapter for the shipped model, and the model with the adapter merged in."""
+"""Random LoRA adapters for the shipped model, and the model with an adapter merged in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
 
 from vllm_trie.lab.tiny_model import model_path
 
 RANK = 4
 
 
-def make_adapter(adapter: Path, merged: Path, seed: int = 1) -> None:
+def make_adapters(folder: Path, count: int) -> list[LoRARequest]:
+    """Return adapters, made in `folder`; `merged-1` is the model with the first one merged in."""
+    made = []
+    for number in range(1, count + 1):
+        adapter, merged = folder / f"adapter-{number}", folder / f"merged-{number}"
+        adapter.mkdir()
+        merged.mkdir()
+        _make_adapter(adapter, merged, seed=number)
+        made.append(LoRARequest(adapter.name, number, str(adapter)))
+    return made
+
+
+def _make_adapter(adapter: Path, merged: Path, seed: int) -> None:
     """Write the adapter in PEFT's format to `adapter` and the merged model to `merged`."""
     source = Path(model_path())
     weights = load_file(source / "model.safetensors")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.engine.beam.cases import check_case, prompt, request_of
-from tests.engine.beam.lora import RANK, make_adapter
+from tests.engine.beam.lora import RANK, make_adapters
 from tests.engine.beam.oracle import Case, search
 from tests.engine.conftest import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
@@ -294,21 +294,15 @@ def test_scheduler_of_the_user_is_left_alone(engine):
 
 
 def test_lora_requests(engine, tmp_path):
-    from vllm.lora.request import LoRARequest
-
-    (adapter := tmp_path / "adapter").mkdir()
-    (merged := tmp_path / "merged").mkdir()
-    make_adapter(adapter, merged)
+    [adapter] = make_adapters(tmp_path, 1)
     llm = engine(enable_lora=True, max_lora_rank=8, max_loras=1, **OPTIONS)
     assert RANK <= 8
     case = Case(prompt(2, 40), 4, max_tokens=10)
     text, params = request_of(case)
-    (with_adapter,) = llm.generate(
-        [text], params, lora_request=LoRARequest("random", 1, str(adapter)), use_tqdm=False
-    )
+    (with_adapter,) = llm.generate([text], params, lora_request=adapter, use_tqdm=False)
     (without,) = llm.generate([text], params, use_tqdm=False)
     check_case(SHIPPED, case, without)
-    check_case(str(merged), case, with_adapter)
+    check_case(str(tmp_path / "merged-1"), case, with_adapter)
     assert [output.token_ids for output in without.outputs] != [
         output.token_ids for output in with_adapter.outputs
     ]
