@@ -27,12 +27,9 @@ from vllm_trie.lab.tiny_model import medusa_path
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
 COUNT = 16
-HEADS = {"model": str(medusa_path())}
 METHODS = {
     "test_oracle": {},
-    "lookahead_trie": {},
-    "medusa_dynamic": HEADS,
-    "trie_union": {**HEADS, "drafters": ["ngram", "medusa"]},
+    "trie_union": {"model": str(medusa_path()), "drafters": ["ngram", "medusa"]},
 }
 
 
