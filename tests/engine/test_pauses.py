@@ -80,17 +80,13 @@ def test_greedy(engine, pauses, method):
     assert totals.tokens - totals.steps > before + 12  # drafts were accepted in between
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
+def test_sampling_parameters(engine, pauses):
+    kinds = (
         {"temperature": 0.9, "seed": 7},
         {"temperature": 0.0, "repetition_penalty": 1.3},
         {"temperature": 0.0, "logprobs": 3},
-    ],
-    ids=lambda p: "-".join(p),
-)
-def test_sampling_parameters(engine, pauses, params):
-    params = SamplingParams(max_tokens=48, ignore_eos=True, **params)
+    )
+    params = [SamplingParams(max_tokens=48, ignore_eos=True, **kinds[i % 3]) for i in range(10)]
     expected = plain_outputs(engine(), prompts(10), params)
     tree = engine(**speculation("test_oracle", 24, node_budget="adaptive"))
     assert differences(expected, generate(tree, prompts(10), params)) == []
