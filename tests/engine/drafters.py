@@ -122,13 +122,16 @@ class FaultyDrafter(OracleDrafter):
 
 
 class SlowDrafter(TokenSeededDrafter):
-    """Takes 0.3 s for a request with ten output tokens or more."""
+    """Takes 0.3 s for a batch with a request of ten output tokens or more."""
 
     name = "test_slow"
 
-    def propose_one(self, request: DraftRequest, tokens: list[int]) -> TokenTree:
-        if len(tokens) - request.num_prompt_tokens >= 10:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        if any(len(r.token_ids) - r.num_prompt_tokens >= 10 for r in requests):
             time.sleep(0.3)
+        return super().propose(requests)
+
+    def propose_one(self, request: DraftRequest, tokens: list[int]) -> TokenTree:
         return TokenTree.from_lists(tokens[-1:], [-1])
 
 
