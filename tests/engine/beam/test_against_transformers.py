@@ -18,25 +18,22 @@ SHIPPED = str(model_path())
 SMALL_BLOCKS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 64}
 
 
-def test_every_width_and_mode(engine):
-    """All at once, 576 hypotheses; and some of them, with each width, one after the other."""
-    llm = engine(**SMALL_BLOCKS)
-    cases = all_cases()
-    assert run_cases(llm, SHIPPED, cases) == 576
-    alone = cases[::5]
-    assert {case.beam_width for case in alone} == {case.beam_width for case in cases}
-    for case in alone:
-        run_cases(llm, SHIPPED, [case])
+def test_every_width_and_mode(engine, eos_heavy_model):
+    """All at once, 576 hypotheses; and some of them, with each width, one after the other.
 
-
-def test_model_with_a_likely_eos(engine, eos_heavy_model):
-    """Three widths in each mode, on a model that ends most hypotheses early."""
+    The model ends many hypotheses early.
+    """
     path = str(eos_heavy_model)
-    cases = [case for case in all_cases() if case.beam_width in (3, 9, 15)]
+    llm = engine(model=path, **SMALL_BLOCKS)
+    cases = all_cases()
     lengths = [len(hypothesis.token_ids) for case in cases for hypothesis in search(path, case)]
     assert sum(length < 16 for length in lengths) > len(lengths) / 3
     assert len(set(lengths)) > 8
-    assert run_cases(engine(model=path, **SMALL_BLOCKS), path, cases) == 12 * (3 + 9 + 15)
+    assert run_cases(llm, path, cases) == 576
+    alone = cases[::5]
+    assert {case.beam_width for case in alone} == {case.beam_width for case in cases}
+    for case in alone:
+        run_cases(llm, path, [case])
 
 
 @pytest.mark.parametrize(
