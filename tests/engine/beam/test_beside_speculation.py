@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, few_cases, request_of
 from tests.engine.beam.test_token_rules import RULES
+from tests.engine.compare import preemptions
 from tests.engine.conftest import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())
 SPECULATION = {"method": "ngram_trie", "num_speculative_tokens": 8}
-OPTIONS = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32}
+OPTIONS = {
+    "block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "num_gpu_blocks_override": 17
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("pool", [{}, {"num_gpu_blocks_override": 17}], ids=["roomy", "preemption"])
-def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
+def test_beams_get_no_drafts_and_others_keep_theirs(engine):
     from vllm import SamplingParams
 
-    llm = engine(speculative_config=SPECULATION, **OPTIONS, **pool)
+    llm = engine(speculative_config=SPECULATION, **OPTIONS)
     scheduler = scheduler_of(llm)
     drafted: dict[str, int] = {}
     schedule = scheduler.schedule
@@ -43,9 +43,11 @@ def test_beams_get_no_drafts_and_others_keep_theirs(engine, pool):
         cases = few_cases()
         requests = [(text, greedy) for text in repetitive] + [request_of(case) for case in cases]
         requests += [token_rules.request_of(number, rule) for number, rule in enumerate(RULES)]
-        results = llm.generate(
-            [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
-        )
+        with preemptions(llm) as preempted:
+            results = llm.generate(
+                [text for text, _ in requests], [params for _, params in requests], use_tqdm=False
+            )
+        assert preempted
     finally:
         del scheduler.schedule
     assert [list(result.outputs[0].token_ids) for result in results[:6]] == alone
