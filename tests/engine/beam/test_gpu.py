@@ -1,4 +1,4 @@
-"""Beam search and GPUs: off unless the user allows it, and what of it a CPU can run."""
+"""Beam search on the classes of a GPU's engine, as far as a CPU runs them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 
 from tests.engine.conftest import needs_triton
 from tests.processes import run_program
-
-# -- the classes of a GPU's engine -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from vllm_trie.hooks import ledger
 
-BEAM_PATCHES = [patch for patch in ledger.entries() if patch.feature == "beam"]
-
-
-def install() -> None:
-    ledger.install("beam")
-
 
 def test_overridden_methods_are_in_the_table():
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -20,7 +14,8 @@ def test_overridden_methods_are_in_the_table():
         TrieBeamScheduler,
     )
 
-    listed = {patch.target.rpartition(".")[2] for patch in BEAM_PATCHES}
+    entries = [patch for patch in ledger.entries() if patch.feature == "beam"]
+    listed = {patch.target.rpartition(".")[2] for patch in entries}
     for ours, theirs in ((TrieBeamScheduler, Scheduler), (AsyncTrieBeamScheduler, AsyncScheduler)):
         for base in ours.__mro__[: ours.__mro__.index(theirs)]:
             overridden = {name for name in vars(base) if hasattr(theirs, name)}
