@@ -12,11 +12,13 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from tests.processes import run_python
+from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.verification import compaction, sampling
 from vllm_trie.lab.check import beams, doctor, identity, kernels, speed
 from vllm_trie.lab.check.parts import Settings
 from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
+from vllm_trie.tree import TokenTree
 
 
 @pytest.mark.slow
@@ -120,9 +122,10 @@ def test_seeds_that_do_not_count(run, monkeypatch):
 
 
 def test_a_drafter_that_drafts_nothing_shows_nothing(run, monkeypatch):
-    monkeypatch.setattr(identity, "decode", lambda llm, texts, params: ([], 1.0))
-    monkeypatch.setattr(identity, "judge", lambda *arguments: ([], []))
-    monkeypatch.setattr(identity, "unlikely", lambda *arguments: [])
+    def propose(self: GuardedDrafter, requests: Any, prepared: Any = None) -> list[TokenTree]:
+        return [TokenTree.empty()] * len(requests)
+
+    monkeypatch.setattr(GuardedDrafter, "propose", propose)
     outcome = run(*CHAINS)
     assert (outcome.status, outcome.summary) == (
         "failed",
