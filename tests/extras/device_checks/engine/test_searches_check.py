@@ -47,11 +47,6 @@ def test_what_works_passes(llm):
     assert scheduler_of(llm).beam_counters.groups == before + 5  # 2 and 9 wide, and 3 of 9
 
 
-def test_forks_without_their_copies_are_found(llm, monkeypatch):
-    without_tails(monkeypatch)
-    assert "differ by" in at_start(llm)
-
-
 def test_log_probabilities_of_another_row_are_found(llm, monkeypatch):
     with_rows_of_others(monkeypatch)
     assert "differ by" in at_start(llm)
@@ -82,4 +77,4 @@ def test_an_engine_whose_searches_raise_goes_on(llm, monkeypatch):
 def test_a_refusal_reaches_a_front_end_of_its_own_process():
     program = "-m", "tests.extras.device_checks.engine.search_check_run"
     done = run_python(*program, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert "checked 3 starts" in done.stdout, done.stderr[-3000:]
+    assert "checked 2 starts" in done.stdout, done.stderr[-3000:]
