@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.newer_vllm import newer_vllm
-from tests.processes import run_python
 from vllm_trie import cli
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger.table import check_patch
@@ -60,13 +58,8 @@ def assert_the_same(comparison: dict[str, Any]) -> None:
 
 
 def test_it_finds_what_the_check_finds() -> None:
+    """And in the newer vLLM, on which test_release_check.py runs a process."""
     assert_the_same(compare())
-
-
-def test_it_finds_what_the_check_finds_in_the_newer_vllm() -> None:
-    program = f"import json; from {__name__} import compare; print(json.dumps(compare()))"
-    done = run_python("-c", program, **newer_vllm())
-    assert_the_same(json.loads(done.stdout.splitlines()[-1]))
 
 
 # -- what a name stands for ------------------------------------------------------------------------

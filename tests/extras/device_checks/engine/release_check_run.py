@@ -1,4 +1,4 @@
-"""A start on vLLM 0.33 where 0.33 is not listed.
+"""A start on vLLM 0.33 where 0.33 is not listed, and what a reading of its files finds.
 
 ``python -m tests.extras.device_checks.engine.release_check_run``, over its Python files.
 """
@@ -12,6 +12,7 @@ from vllm import LLM, SamplingParams
 
 from tests.engine.compare import differences, generate, speculation
 from tests.engine.prompts import prompts
+from tests.unit.lab.test_other_vllm import compare
 from vllm_trie.hooks import plugin
 from vllm_trie.hooks.ledger import table
 from vllm_trie.hooks.start.limits import reason_off
@@ -47,6 +48,7 @@ def main() -> None:
         "off": [off, other_off],
         "differences": differences(expected, outputs),
         "accepted": sum(count["num_accepted_draft_tokens"] for count in counts),
+        "read": compare(),
     }
     print("RESULT " + json.dumps(result))
 

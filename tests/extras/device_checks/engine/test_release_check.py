@@ -22,6 +22,7 @@ from tests.engine.conftest import scheduler_of, trees_of
 from tests.extras.device_checks.engine.test_searches_check import without_tails
 from tests.newer_vllm import newer_vllm
 from tests.processes import run_python
+from tests.unit.lab.test_other_vllm import assert_the_same
 from vllm_trie.drafts.engine.verification import compaction
 from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.extras.device_checks import engine_steps, release_check, search_check
@@ -202,3 +203,4 @@ def test_the_newer_vllm_where_it_is_not_listed():
     assert result["differences"] == []
     assert result["accepted"] > 0
     assert result["off"] == [None, None]
+    assert_the_same(result["read"])
