@@ -1,40 +1,11 @@
-"""Predictions in engines: samples keep their distribution, and searches ignore them."""
+"""Searches ignore predictions, and refuse wrong ones."""
 
 from __future__ import annotations
-
-import itertools
-from collections import Counter
 
 import pytest
 from vllm import SamplingParams
 
 from tests.engine.beam.cases import prompt
-from tests.engine.compare import accepted_tokens, chi_square_p_value, generate, speculation
-from tests.engine.prompts import tokenizer
-
-
-def test_unseeded_distribution(engine):
-    """Two tokens sampled through a likely output that each request predicts: chi-square against
-    plain sampling."""
-    source = tokenizer().encode("def main(argv):\n    ")
-    llm = engine(**speculation("ngram_trie", 32), max_num_seqs=256)
-    plain = engine(max_num_seqs=256)
-    batch = [{"prompt_token_ids": source}] * 256
-    params = SamplingParams(temperature=1.8, top_k=6, max_tokens=3, ignore_eos=True)
-
-    def sample(where, predictions):
-        some = [params.clone() for _ in batch]
-        for one, prediction in zip(some, predictions, strict=False):
-            one.extra_args = {"prediction": prediction}
-        outputs = [o for _ in range(8) for o in generate(where, batch, some)]
-        return Counter(tuple(o.outputs[0].token_ids) for o in outputs)
-
-    reference = sample(plain, ())
-    likely = [list(o) for o, _ in reference.most_common(4)]
-    before = accepted_tokens(llm)
-    drawn = sample(llm, itertools.cycle(likely))
-    assert accepted_tokens(llm) - before > 200
-    assert chi_square_p_value(reference, drawn) > 1e-4
 
 
 def searching(**options):
