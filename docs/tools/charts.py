@@ -20,7 +20,7 @@ def chats() -> str:
     """Return the bars of speed by category, from the README's table."""
     header, values = _table("../README.md", "decoding over plain vLLM")
     series = {
-        "vLLM's ngram, 8 tokens": values["bfloat16, Intel Xeon with AMX: vLLM's `ngram`, 8 tokens"],
+        "vLLM's ngram, 8 tokens": values["bfloat16: vLLM's `ngram`, 8 tokens"],
         "vLLM's suffix": values["vLLM's `suffix`"],
         "ngram_trie": values["`ngram_trie`"],
     }
