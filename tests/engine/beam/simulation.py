@@ -23,6 +23,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -309,6 +310,7 @@ class Finished:
     token_ids: list[int] = field(default_factory=list)
     reason: str = ""
     hypotheses: list[tuple[list[int], float]] = field(default_factory=list)
+    events: list[EngineCoreEventType] = field(default_factory=list)
 
 
 class Simulation:
@@ -446,6 +448,7 @@ class Simulation:
         assert output.request_id in self.open, f"{output.request_id} has finished already"
         entry = self.finished.setdefault(output.request_id, Finished())
         entry.token_ids += output.new_token_ids
+        entry.events += [event.type for event in output.events or ()]
         if output.finish_reason is not None:
             entry.reason = str(output.finish_reason)
             self.open.discard(output.request_id)

@@ -139,9 +139,13 @@ def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous
     """Groups that together need far more than the pool finish nevertheless, and correctly."""
     simulation, finish = crowd(vllm_config, 4, prefix_caching, asynchronous)
     finish()
-    counters = simulation.scheduler.beam_counters
-    assert counters.beams_preempted > 0
-    assert counters.groups_parked > 0
+    preempted = 0
+    for answer in simulation.finished.values():  # vLLM's metrics count these
+        queued, *events, scheduled = [event.name for event in answer.events]
+        assert (queued, scheduled) == ("QUEUED", "SCHEDULED")
+        assert events == ["SCHEDULED", "PREEMPTED"] * (len(events) // 2)
+        preempted += len(events) // 2
+    assert preempted > 0
     simulation.check_clean()
 
 
@@ -389,9 +393,35 @@ def test_searches_that_outgrow_what_was_expected(vllm_config, asynchronous):
     simulation.step()
     assert simulation.scheduler.beam_counters.groups == 2
     simulation.run()
-    assert 1 <= simulation.scheduler.beam_counters.groups_parked <= 2
+    events = [event.name for answer in simulation.finished.values() for event in answer.events]
+    assert 1 <= events.count("PREEMPTED") <= 2
     assert all(len(simulation.finished[name].hypotheses) == 4 for name in "ab")
     assert simulation.finished["a"].hypotheses == simulation.finished["b"].hypotheses
+    simulation.check_clean()
+
+
+@pytest.mark.parametrize("num_between", [2, 10, 1000])
+def test_search_that_lost_its_blocks_waits_for_them(vllm_config, num_between):
+    """Older requests grow, and newer ones come: it does not begin anew to lose its blocks again."""
+    engine = {"num_blocks": 200, "max_num_seqs": 32, "asynchronous": True}
+    search, alone = ("b", [5] * 12, 8, 8), Simulation(vllm_config, **engine)
+    alone.add_beam(*search, max_tokens=80, min_tokens=79)
+    alone.run()
+    simulation = Simulation(vllm_config, **engine)
+    for i in range(4):
+        simulation.add_greedy(f"old{i}", [i + 1] * 12, 185, ignore_eos=True)
+    for step in range(400):
+        if step == 10:
+            simulation.add_beam(*search, max_tokens=80, min_tokens=79)
+        if step % num_between == num_between - 1:
+            simulation.add_greedy(f"new{step}", [step % 19 + 1] * 12, 20, ignore_eos=True)
+        if simulation.scheduler.has_requests() or simulation._queue:
+            simulation.step()
+    assert "b" not in simulation.open
+    simulation.run()
+    events = [event.name for event in simulation.finished["b"].events]
+    assert events == ["QUEUED", "SCHEDULED", "PREEMPTED", "SCHEDULED"]
+    check_beam(simulation, "b", alone.finished["b"].hypotheses)
     simulation.check_clean()
 
 

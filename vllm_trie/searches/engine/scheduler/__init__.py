@@ -15,6 +15,4 @@ pass
     A part of a step of the search, for as many beams as there is room for.
 claim
     Slots that fall free and wait for the next group (:class:`admission.Claim`).
-parked
-    A group that gave up its KV to other groups.
 """

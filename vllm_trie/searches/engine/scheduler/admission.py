@@ -19,7 +19,9 @@ and an old group is not passed over any more.
 
 A running request is expected to run as long again as it has run, at least ``SOON`` steps, and not
 beyond its ``max_tokens``: default limits are far above usual lengths. A group starts where the KV
-blocks that all are expected to take then are there. Groups that outgrow this are parked.
+blocks that all are expected to take then are there. One that has lost its blocks goes on where they
+are there again, or nothing else runs, and nothing starts before it that comes after it in the
+queue: otherwise they would take blocks from each other, and compute again what they have lost.
 """
 
 from __future__ import annotations
@@ -91,11 +93,9 @@ class Admission:
         self._let: list[tuple[Request, int, int]] = []  # with the most steps left, and slots
         self._passed: list[Request] = []
         self._claim: Claim | None = None
-        self._num_proxies_queued = sum(not group.runs and not group.parked for group in started)
+        self._num_proxies_queued = sum(not group.runs for group in started)
         self._is_alone = not started
         self._room = self._num_blocks - sum(map(self.expected_blocks, started))
-        if any(group.parked for group in started):
-            self._room = -1
 
     def lets_start(self, request: Request, group: BeamGroup | None = None) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling.
@@ -109,10 +109,11 @@ class Admission:
             # One that was preempted has had its turn before.
             is_first = request.status != RequestStatus.PREEMPTED
             lets = self._has_slots(steps_left, slots, is_first)
+        elif group.started:
+            self._num_proxies_queued -= 1
+            steps_left, slots = 0, 0  # it has reserved its slots
+            lets = self._has_blocks_again(group)
         else:
-            if group.started:
-                self._num_proxies_queued -= 1
-                return True  # it has reserved its slots
             slots = group.beam_width
             steps_left = self._steps_per_token * group.search.settings.max_new_tokens
             lets = self._lets_group(group, steps_left)
@@ -121,7 +122,8 @@ class Admission:
             return True
         self._passed.append(request)
         is_end = not self._num_free() or len(self._passed) >= _MAX_PASSED
-        if is_end and self._num_proxies_queued <= 0:
+        lacks_blocks = group is not None and group.started
+        if lacks_blocks or (is_end and self._num_proxies_queued <= 0):
             scheduler = self._scheduler
             scheduler.max_num_active_reqs = len(scheduler.running)  # vLLM looks no further
         return False
@@ -151,6 +153,13 @@ class Admission:
         self._room -= expected_blocks
         self._is_alone = False
         return True
+
+    def _has_blocks_again(self, group: BeamGroup) -> bool:
+        """Return whether a group that has lost its blocks may go on."""
+        manager = self._scheduler.kv_cache_manager
+        next_level = group.beam_width * len(manager.coordinator.single_type_managers)
+        enough = group.beams.num_lost + next_level
+        return not self._scheduler.running or manager.block_pool.get_num_free_blocks() >= enough
 
     def expected_blocks(self, group: BeamGroup) -> int:
         """Return the KV blocks that a group is expected to come to hold."""

@@ -116,7 +116,7 @@ class TrieBeamScheduler(Scheduler):
         requests = {name: self.requests.get(name) for name in request_ids}
         ids = {r.search_id if isinstance(r, BeamProxy) else name for name, r in requests.items()}
         finished = super().finish_requests(ids, finished_status)
-        self.beam_groups.drop_finished()
+        self.beam_groups.drop_finished(ids)
         return finished
 
     @_scheduler.overrides("a preempted group starts again with a new proxy")
@@ -127,16 +127,12 @@ class TrieBeamScheduler(Scheduler):
         if isinstance(request, BeamProxy):
             self.beam_groups.preempt(request)
 
-    @_scheduler.overrides("groups that wait count as waiting")
+    @_scheduler.overrides("groups that wait and refused requests count as waiting")
     def get_request_counts(self) -> tuple[int, int]:
-        # Metrics and the balance between data-parallel engines see groups that wait, too.
+        # Metrics, the balance between data-parallel engines, and whether there is a next step.
         running, waiting = super().get_request_counts()
         more_running, more_waiting = self.beam_groups.num_further_beams()
         return running + more_running, waiting + more_waiting
-
-    @_scheduler.overrides("groups that wait count as unfinished")
-    def get_num_unfinished_requests(self) -> int:
-        return super().get_num_unfinished_requests() + self.beam_groups.num_unfinished()
 
     def check_integrity(self) -> None:
         """Assert the invariants of groups, proxies and KV blocks; call it between two steps."""

@@ -164,6 +164,7 @@ class GroupBeams:
         level: What the beams compute next, None while they wait for the search or the prompt.
         ahead: By KV cache group the fresh blocks of a step behind `level`, which the device has
             begun with the children that it has chosen; None if there is no such step.
+        num_lost: The most blocks that the group held when it lost them.
     """
 
     def __init__(
@@ -183,11 +184,13 @@ class GroupBeams:
         self._most_beams = limits.tokens_per_step
         self._most_blocks = limits.num_blocks
         self._on_device = limits.on_device
-        self._num_proxies = 0
+        self._num_proxies = self.num_lost = 0
+        self._tables: list[BeamTables] = []
         self.restart()
 
     def restart(self) -> None:
         """Take a new proxy, which has no KV yet."""
+        self.num_lost = max(self.num_lost, self.num_held)
         self.proxy = self._new_proxy()
         self.level: Level | None = None
         self.ahead: list[np.ndarray] | None = None
@@ -196,13 +199,18 @@ class GroupBeams:
         self._passes: list[np.ndarray] = []  # behind the present one
         self._computed = prefix_level(np.zeros((1, 0), dtype=np.int64), 0)  # beams with KV
         self._anchors: Level | None = None  # whose KV is kept during a step of the search
-        self._tables: list[BeamTables] = []
+        self._tables = []
         self._copies: list[TailCopies] = []  # that no step has taken along
 
     @property
     def decodes(self) -> bool:
         """Whether the KV of the prompt is computed."""
         return bool(self._tables)
+
+    @property
+    def num_held(self) -> int:
+        """The blocks that the group holds, 0 until its prompt is computed."""
+        return sum(table.num_held for table in self._tables)
 
     @property
     def num_beams(self) -> int:
@@ -388,7 +396,7 @@ class GroupBeams:
             return
         if not self.num_to_schedule() or self.proxy.num_in_flight_tokens:
             return
-        if num_free + sum(table.num_held for table in self._tables) < self._most_blocks:
+        if num_free + self.num_held < self._most_blocks:
             return
         num_computed = self.proxy.num_computed_tokens
         plans = [table.plan(level.parents, num_computed) for table in self._tables]

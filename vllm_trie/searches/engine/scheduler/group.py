@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,6 @@ from vllm_trie.searches.engine.constraint import (
 from vllm_trie.searches.engine.scheduler.beams import EngineLimits, GroupBeams
 from vllm_trie.searches.engine.scheduler.group_rules import GroupRules
 from vllm_trie.searches.engine.search_wire import (
-    BEAM_STEPS,
     HypothesisAnswer,
     SearchAnswer,
     TokenSelection,
@@ -46,8 +45,7 @@ class BeamGroup:
     Attributes:
         search: The search.
         beams: What it computes next.
-        started, parked: Whether the group has its slots, and whether it has given its blocks up to
-            others.
+        started: Whether the group has its slots.
         min_blocks: KV blocks that the group must have.
         arrival, arrival_step: When it came, by ``time.monotonic`` and by the scheduler's steps.
     """
@@ -79,7 +77,7 @@ class BeamGroup:
             self._null_blocks.append((num_null, size))
 
         self.arrival, self.arrival_step = time.monotonic(), arrival_step
-        self.started = self.parked = False
+        self.started = False
         limits = limits._replace(on_device=limits.on_device and of_group.is_plain)
         params = internal_params(max_new_tokens)
         self.beams = GroupBeams(request, params, self.search, limits)
@@ -148,16 +146,20 @@ class BeamGroup:
             )
         return self._of_group.advance(candidates)
 
-    def selection(self, output: SchedulerOutput) -> Selection | None:
-        """Return what the worker needs to select the candidates of a step; None if nothing."""
+    def selection(self, output: SchedulerOutput, sent: Collection[str]) -> Selection | None:
+        """Return what the worker needs to select the candidates of a step; None if nothing.
+
+        Args:
+            output: The step.
+            sent: Proxies whose beams it has.
+        """
         beams, level, proxy_id = self.beams, self.beams.level, self.beams.proxy.request_id
         if not beams.decodes:
             is_last = not beams.proxy.is_prefill_chunk and not self.search.steps
             is_scheduled = is_last and proxy_id in output.num_scheduled_tokens
             first = np.zeros(1, dtype=np.int64)
             return self._of_group.selection(proxy_id, first) if is_scheduled else None
-        steps = getattr(output, BEAM_STEPS, ())
-        if level is None or not level.selects or all(step.proxy_id != proxy_id for step in steps):
+        if level is None or not level.selects or proxy_id not in sent:
             return None
         selection = self._of_group.selection(proxy_id, beams.rows)
         if beams.device_chooses:

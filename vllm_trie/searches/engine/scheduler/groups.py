@@ -1,20 +1,17 @@
-"""Beam groups: intake, refusal, parking and answers.
+"""Beam groups: intake, refusal and answers.
 
 ``admission.py`` decides when groups start. The functions of ``proxies.py`` pass their beams to
-vLLM's scheduler and to the worker, and the outputs back. A group that loses its blocks next to
-other groups is parked until they are done or there is room: they would take them from each other.
+vLLM's scheduler and to the worker, and the outputs back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
@@ -49,7 +46,7 @@ _STATUS = {
 
 
 class BeamGroups:
-    """Owner of the groups: takes searches in, parks groups, and answers.
+    """Owner of the groups: takes searches in, and answers.
 
     It writes the counters and the searches among the scheduler's ``requests``.
     """
@@ -90,13 +87,13 @@ class BeamGroups:
     def num_further_beams(self) -> tuple[int, int]:
         """Return the beams that vLLM does not count as running requests, and as waiting ones.
 
-        Groups that have not started or are parked wait with all their beams.
+        Groups that do not run wait with all their beams, refused requests for their answer.
         """
         groups = self._started.values()
         running = sum(group.search.num_rows - 1 for group in groups if group.runs)
-        parked = sum(group.beam_width for group in groups if group.parked)
+        lost = sum(group.beam_width - 1 for group in groups if not group.runs)
         num_queued = len(self.by_id) - len(self._started)
-        return running, self._num_beams_queued - num_queued + parked
+        return running, self._num_beams_queued - num_queued + lost + len(self._refused)
 
     # -- intake ------------------------------------------------------------------------------------
 
@@ -191,7 +188,6 @@ class BeamGroups:
             group.beams.proxy.spec_token_ids = []
             with self._failing_alone(group):  # a hypothesis may outgrow the KV cache
                 group.beams.divide_if_needed(self._scheduler.kv_cache_manager)
-        self._unpark()
         self.admission.begin_step(self._started.values())
         proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)
 
@@ -213,11 +209,11 @@ class BeamGroups:
                     group.beams.set_placeholders()
         self.admission.end_step()
         self._scheduler.max_num_scheduled_tokens = self.limits.tokens_per_step
-        proxies.send_beams(self._scheduler, output, self.counters)
+        sent = proxies.send_beams(self._scheduler, output, self.counters)
         selections = []
         for group in [*self._started.values()]:
             with self._failing_alone(group):
-                if (selection := group.selection(output)) is not None:
+                if (selection := group.selection(output, sent)) is not None:
                     selections.append(selection)
         if selections:
             setattr(output, SELECTIONS, selections)
@@ -245,10 +241,15 @@ class BeamGroups:
         return scheduler_output
 
     def _start(self, group: BeamGroup) -> None:
+        """Start a group, or let it go on that has lost its blocks."""
+        now, log_stats = time.monotonic(), self._scheduler.log_stats
+        if log_stats:
+            group.request.record_event(EngineCoreEventType.SCHEDULED, now)
+        if group.started:
+            return
         self.counters.groups += 1
         report: dict[str, object] | None = None
-        if self._scheduler.log_stats:
-            now = time.monotonic()
+        if log_stats:
             config = self._scheduler.vllm_config
             report = {
                 "model_name": config.model_config.served_model_name,
@@ -257,49 +258,17 @@ class BeamGroups:
                 "hypotheses": group.beam_width,
                 "waiting_seconds": now - group.arrival,
             }
-            group.request.record_event(EngineCoreEventType.SCHEDULED, now)
         self._num_beams_queued -= group.beam_width
         self._started[group.request.request_id] = group
         group.start(report)
 
-    # -- parking -----------------------------------------------------------------------------------
-
-    def _unpark(self) -> None:
-        """Let the oldest parked group go on if no other group is short of blocks."""
-        parked = [group for group in self._started.values() if group.parked]
-        if not parked:
-            return
-        group = min(parked, key=attrgetter("request"))
-        if active := self._active():
-            hungry = not all(other.runs for other in active)
-            manager = self._scheduler.kv_cache_manager
-            enough = min(self.admission.expected_blocks(group), self.limits.num_blocks // 2)
-            if hungry or manager.block_pool.get_num_free_blocks() < enough:
-                return
-        group.parked = False
-        proxies.requeue(self._scheduler, group)
-
     def preempt(self, proxy: BeamProxy) -> None:
-        """Begin a group anew that vLLM has preempted; park it if others run: they would take the
-        blocks from each other."""
+        """Begin a group anew that vLLM has preempted."""
         group = self.by_id[proxy.search_id]
-        if not group.parked and len(self._active()) > 1:
-            group.parked = True
-            self.counters.groups_parked += 1
+        if self._scheduler.log_stats:
+            group.request.record_event(EngineCoreEventType.PREEMPTED)
         self.counters.beams_preempted += max(1, group.beams.num_beams)
         proxies.replace_preempted(self._scheduler, group)
-
-    def _active(self) -> list[BeamGroup]:
-        return [group for group in self._started.values() if not group.parked]
-
-    def num_unfinished(self) -> int:
-        """Return the number of requests to add to those that vLLM counts as unfinished.
-
-        Parked groups have nothing in vLLM's own queues.
-        """
-        if self._scheduler.pause_state != PauseState.UNPAUSED:
-            return 0
-        return len(self.by_id) + len(self._refused)
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -315,11 +284,12 @@ class BeamGroups:
         self.counters.beams_forked += len(children) - len(set(children.parents.tolist()))
         group.beams.take_children(children)
 
-    def drop_finished(self) -> None:
-        """Forget groups and refused requests that no client waits for any more."""
-        for group in [group for group in self.by_id.values() if group.request.is_finished()]:
-            self._remove(group)
-            self._forget(group.request)
+    def drop_finished(self, request_ids: Iterable[str]) -> None:
+        """Forget those groups and refused requests that no client waits for any more."""
+        for group in [self.by_id[name] for name in request_ids if name in self.by_id]:
+            if group.request.is_finished():
+                self._remove(group)
+                self._forget(group.request)
         self._refused = [request for request in self._refused if not request.is_finished()]
 
     def _answer(self, request: Request, output: EngineCoreOutput, outputs: Outputs) -> None:
@@ -344,14 +314,13 @@ class BeamGroups:
         """Assert what holds between two calls of the scheduler, for groups and their proxies.
 
         - A client waits for each group and each refused request, and vLLM's requests hold them.
-        - Groups have at most ``beam_width`` beams; only started groups are parked.
+        - Groups have at most ``beam_width`` beams.
         - What is kept of groups that have started or wait fits the groups.
         - No more requests run than there are slots.
         """
         scheduler = self._scheduler
         for name, group in self.by_id.items():
             assert group.search.num_rows <= group.beam_width, f"{name} is too wide"
-            assert group.started or not group.parked, f"{name}: parked before its start"
             assert group.started == (name in self._started)
             is_ready = group.rules is None or group.rules.is_ready
             assert is_ready == (name not in self._without_grammar)

@@ -42,7 +42,6 @@ class BeamCounters:
     beams_forked: int = 0
     beams_recomputed: int = 0
     beams_preempted: int = 0
-    groups_parked: int = 0
     groups_failed: int = 0
 
 
@@ -73,13 +72,15 @@ def reserve_tokens(scheduler: Scheduler, budget: int) -> None:
     scheduler.max_num_scheduled_tokens = budget
 
 
-def send_beams(scheduler: Scheduler, output: SchedulerOutput, counters: BeamCounters) -> None:
-    """Put the beams of the scheduled groups in the place of their proxies."""
+def send_beams(
+    scheduler: Scheduler, output: SchedulerOutput, counters: BeamCounters
+) -> Collection[str]:
+    """Put the beams of the scheduled groups in the place of their proxies; return these."""
     scheduled = output.num_scheduled_tokens
     proxies = {i: beams for i in scheduled if (beams := beams_of(scheduler, i)) is not None}
     decoding = {i: beams for i, beams in proxies.items() if beams.decodes}
     if not decoding:
-        return
+        return ()
     steps: list[BeamStep] = []
     copies = ranged(chain.from_iterable(beams.take_copies() for beams in decoding.values()))
     for proxy_id, beams in decoding.items():
@@ -97,6 +98,7 @@ def send_beams(scheduler: Scheduler, output: SchedulerOutput, counters: BeamCoun
         others = output.kv_cache_block_copies or []
         ranges = [*([None] * len(others)), *copies.ranges]
         output.kv_cache_block_copies = RangedCopies([*others, *copies], ranges)
+    return decoding
 
 
 def take_outputs(
@@ -169,12 +171,6 @@ def _drop(cached: CachedRequestData, indices: set[int]) -> None:
 # -- queues ----------------------------------------------------------------------------------------
 
 
-def requeue(scheduler: Scheduler, group: BeamGroup) -> None:
-    """Queue the group's proxy if it has no KV, unless the group is parked."""
-    if not group.parked and not group.runs:
-        scheduler.waiting.prepend_request(group.beams.proxy)
-
-
 def replace_preempted(scheduler: Scheduler, group: BeamGroup) -> None:
     """Put a new proxy in the place of one that vLLM has preempted and queued."""
     proxy = group.beams.proxy
@@ -185,7 +181,7 @@ def replace_preempted(scheduler: Scheduler, group: BeamGroup) -> None:
     group.restart()
     successor = group.beams.proxy
     scheduler.requests[successor.request_id] = successor
-    requeue(scheduler, group)
+    scheduler.waiting.prepend_request(successor)
 
 
 def free(scheduler: Scheduler, proxy: BeamProxy) -> None:
@@ -207,7 +203,7 @@ def check_proxies(scheduler: Scheduler, groups: Collection[BeamGroup]) -> None:
     """Assert what holds for the proxies of all `groups` between two calls of the scheduler.
 
     - vLLM's requests hold exactly one proxy of each group.
-    - It runs, or waits, or is nowhere as its group is parked; it has KV only if it runs.
+    - It runs or waits; it has KV only if it runs.
     - The beams' tables hold what vLLM thinks that the proxy holds.
     - Blocks have as many references as holders.
     """
@@ -219,10 +215,9 @@ def check_proxies(scheduler: Scheduler, groups: Collection[BeamGroup]) -> None:
     tables = [part.req_to_blocks for part in manager.coordinator.single_type_managers]
     for group in groups:
         proxy, proxy_id, runs = group.beams.proxy, group.beams.proxy.request_id, group.runs
-        waits = not runs and not group.parked
         assert scheduler.requests[proxy_id] is proxy
         assert running[proxy_id] == runs, f"{proxy_id}: {proxy.status}, {running[proxy_id]}x"
-        assert queued[proxy_id] == waits, f"{proxy_id}: {proxy.status}, {queued[proxy_id]}x"
+        assert queued[proxy_id] == (not runs), f"{proxy_id}: {proxy.status}, {queued[proxy_id]}x"
         assert runs or not any(table.get(proxy_id) for table in tables), f"{proxy_id} has KV"
         assert runs or not group.beams.decodes
         group.beams.check_integrity()
