@@ -91,8 +91,6 @@ class CheckedFormat(Generic[HeaderT]):
         """Write a file; an older one is replaced once the new one is complete.
 
         Args:
-            path: The file.
-            header: Its header.
             body: Parts of the body in order, each a contiguous buffer.
         """
         text = header.model_dump_json().encode()

@@ -103,7 +103,6 @@ def blocks_of(logits: torch.Tensor, rules: TokenRules | None) -> tuple[Blocks, t
 
     Args:
         logits: float [rows, vocabulary].
-        rules: None if there are none.
     """
     rows, vocab_size = logits.shape
     size = min(BLOCK, vocab_size)

@@ -66,7 +66,6 @@ def best_on_device(
     Args:
         logits: float [searches * beams, vocabulary].
         totals: float32 [searches, beams], on the same device; -inf for a row without continuations.
-        count: Continuations.
         rules: They come before the choice; None if there are none.
         places: int64 [searches, beams], the row of the search's logits of each of its rows; None if
             they are in order. Not with rules.

@@ -68,7 +68,6 @@ def build_items(
     Takes about 16 bytes of memory for each item and token of the longest item.
 
     Args:
-        path: The file.
         batches: The items.
         tokenizer: Fingerprint of the tokenizer, for the header.
         duplicates: Refuse two items of the same tokens, or keep the first one.

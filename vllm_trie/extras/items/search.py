@@ -49,7 +49,6 @@ class GroupItems(GroupSearch):
             catalogue: Where it searches.
             selection: The valid part of the catalogue, None for all of it.
             normalize: What the probabilities are normalized over.
-            settings: The settings of the search.
             eos_token_id: Token that must follow an item; None if an item ends the hypothesis.
             weight_factor: Factor of the items' weights.
         """

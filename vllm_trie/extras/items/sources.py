@@ -46,7 +46,6 @@ def read_items(
     """Yield the items of a file: ``*.jsonl`` or ``*.npy``.
 
     Args:
-        path: The file.
         encode: Turns the field ``text`` into tokens; None refuses texts.
         vocab_size: Tokens must be below it; None: any token.
 

@@ -126,7 +126,6 @@ def best_continuations(
     on: all that a search of this width can use.
 
     Args:
-        steps: Of the searches.
         logits: float [rows, vocabulary], the rows of one search behind those of another;
             log-probabilities serve as well.
         normalize: Make probabilities over the whole vocabulary or over the valid tokens.

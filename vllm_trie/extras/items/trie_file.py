@@ -142,7 +142,6 @@ def check_tokenizer(path: Path, built_with: str | None, tokenizer: str | None, w
     """Refuse a trie of another tokenizer, where both fingerprints are known.
 
     Args:
-        path: The file.
         built_with, tokenizer: Fingerprints, of the trie's tokenizer and of the other one.
         whose: The other one, in the message.
 

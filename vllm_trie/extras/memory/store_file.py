@@ -82,8 +82,7 @@ def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) ->
     """Write a file of mode 0600; an older one is replaced once the new one is complete.
 
     Args:
-        path: The file.
-        header: Its header; the numbers of texts, salts and tokens are filled in.
+        header: The numbers of texts, salts and tokens are filled in.
         texts: Least recently used first. Of too many, the last ones are kept.
 
     Raises:

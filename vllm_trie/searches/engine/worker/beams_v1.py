@@ -157,7 +157,6 @@ def without_beams(
     """Return a step's logits, and where its drafts are, of the requests alone.
 
     Args:
-        beams: Of the step.
         logits: float [logits rows, vocab]; the beams have one row each, the last ones.
         metadata: vLLM's, None without drafts.
     """

@@ -248,7 +248,6 @@ class BeamSlots:
 
         Args:
             logits: float [logits rows, vocab], before sampling.
-            batch: The batch.
         """
         if not self.selector.selections:
             return
