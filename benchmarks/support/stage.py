@@ -12,7 +12,7 @@ import numpy as np
 from support.engines import Prompts, after_each_step, decode
 from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.budget import NodeBudget
-from vllm_trie.lab.local_engine import runner_of, trees_of
+from vllm_trie.lab.local_engine import trees_of
 from vllm_trie.tree import TokenTree
 
 
@@ -120,8 +120,7 @@ class Stage:
         return outputs, counts
 
     def _count(self, trees: Any) -> None:
-        request_ids = runner_of(self.llm).input_batch.req_ids
-        for request_id, tree in zip(request_ids, trees.step.trees, strict=True):
+        for request_id, tree in zip(trees.step.request_ids, trees.step.trees, strict=True):
             self._counts.nodes += tree.num_nodes
             if tree.num_nodes and tree.never_accept is not None:
                 candidates = int((~tree.never_accept).sum())
