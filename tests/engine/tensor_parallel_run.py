@@ -1,13 +1,11 @@
 """Generates on two tensor-parallel ranks: `python -m tests.engine.tensor_parallel_run FILE`.
 
-FILE holds prompts, the number of tokens and the speculative configurations by name as JSON; it is
-replaced by the outputs and the counters of each, and of one the number of hypotheses of native
-searches that equal the oracle's. One engine runs after another.
+FILE holds prompts, the number of tokens and the speculative configuration as JSON. It is replaced
+by the outputs, the counters, and the number of native searches' hypotheses that equal the oracle's.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.engine.sleeping_ranks import let_ranks_sleep
 from vllm_trie.lab.tiny_model import model_path
 
 
-def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
+def generate(job: dict[str, Any]) -> dict[str, Any]:
     """Start an engine, and look at its counters before it searches."""
     llm = LLM(
         str(model_path()),
@@ -32,32 +30,25 @@ def generate(job: dict[str, Any], speculative_config: dict[str, Any]) -> dict[st
         kv_cache_memory_bytes=40 << 20,
         tensor_parallel_size=2,
         disable_log_stats=False,
-        speculative_config=speculative_config,
+        speculative_config=job["speculative_config"],
     )
     params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     counters: dict[str, float] = {}
     for metric in llm.get_metrics():
-        # An engine that ran before has left its counters, under its method's name.
-        ours = metric.name.startswith("vllm:trie_")
-        if ours and metric.labels["method"] == speculative_config["method"]:
+        if metric.name.startswith("vllm:trie_"):
             counters[metric.name] = counters.get(metric.name, 0) + metric.value
-    result = {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "counters": counters}
-    if speculative_config["method"] == "lookahead_trie":
-        cases = few_cases()
-        result["hypotheses"] = run_mixed(llm, str(model_path()), cases, greedy_requests(6))
-    return result
+    return {
+        "outputs": [list(o.outputs[0].token_ids) for o in outputs],
+        "counters": counters,
+        "hypotheses": run_mixed(llm, str(model_path()), few_cases(), greedy_requests(6)),
+    }
 
 
 def main(file: Path) -> None:
     let_ranks_sleep()
-    job = json.loads(file.read_text())
-    results: dict[str, Any] = {}
-    for name, speculative_config in job["engines"].items():
-        results[name] = generate(job, speculative_config)
-        gc.collect()  # ends the engine and its ranks
-    file.write_text(json.dumps(results))
+    file.write_text(json.dumps(generate(json.loads(file.read_text()))))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,6 @@ from vllm_trie.lab.tiny_model import medusa_path
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 MAX_TOKENS = 40
-ENGINES = {
-    METHOD: {"model": str(medusa_path())},
-    "lookahead_trie": {"node_budget": "fixed"},
-}
-"""Options of each method, in addition to the number of nodes."""
 
 
 def chosen_prompts() -> list[list[int]]:
@@ -41,7 +36,7 @@ def chosen_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Outputs and counters of each engine with two ranks, and what its processes logged."""
+    """Outputs and counters of an engine with two ranks, and what its processes logged."""
     folder = tmp_path_factory.mktemp("ranks")
     write_entry_point(folder)
     job = folder / "job.json"
@@ -50,9 +45,10 @@ def run(tmp_path_factory):
             {
                 "prompts": chosen_prompts(),
                 "max_tokens": MAX_TOKENS,
-                "engines": {
-                    method: {"method": method, "num_speculative_tokens": 16, **options}
-                    for method, options in ENGINES.items()
+                "speculative_config": {
+                    "method": METHOD,
+                    "model": str(medusa_path()),
+                    "num_speculative_tokens": 16,
                 },
             }
         )
@@ -77,13 +73,10 @@ def expected(_engines):
     return [list(o.outputs[0].token_ids) for o in generate(_engines(), some, params)]
 
 
-@pytest.mark.parametrize("method", ENGINES)
-def test_output_is_that_of_one_rank(expected, run, method):
+def test_output_is_that_of_one_rank(expected, run):
     wrong = {
         fault_of(len(prompt))
-        for prompt, left, right in zip(
-            chosen_prompts(), expected, run[method]["outputs"], strict=True
-        )
+        for prompt, left, right in zip(chosen_prompts(), expected, run["outputs"], strict=True)
         if left != right
     }
     assert wrong == set()
@@ -91,12 +84,11 @@ def test_output_is_that_of_one_rank(expected, run, method):
 
 def test_beam_searches_are_those_of_the_oracle(run):
     """Next to ordinary requests with drafts; the program compares them."""
-    assert run["lookahead_trie"]["hypotheses"] == sum(case.beam_width for case in few_cases())
+    assert run["hypotheses"] == sum(case.beam_width for case in few_cases())
 
 
-@pytest.mark.parametrize("method", ENGINES)
-def test_drafts_were_accepted(run, method):
-    counters = run[method]["counters"]
+def test_drafts_were_accepted(run):
+    counters = run["counters"]
     assert counters["vllm:trie_tokens"] > 1.1 * counters["vllm:trie_steps"]
     assert counters["vllm:trie_draft_nodes"] > counters["vllm:trie_verified_trees"]
 
@@ -106,5 +98,4 @@ def test_faults_happened_on_both_ranks(run):
     for rank in (0, 1):
         assert f"a fault of rank {rank}" in run["log"]
     # The counter is rank 0's: its two requests.
-    failures = {method: run[method]["counters"]["vllm:trie_draft_failures"] for method in ENGINES}
-    assert failures == {METHOD: 2, "lookahead_trie": 0}
+    assert run["counters"]["vllm:trie_draft_failures"] == 2
