@@ -68,10 +68,7 @@ class Outcome(NamedTuple):
 
 
 def steps_of(document: Page) -> list[Step]:
-    """Return what a page tells to type, in its order; `make demo` comes first.
-
-    It has to fetch its model itself.
-    """
+    """Return what a page tells to type, in its order."""
     steps = []
     for language, body in re.findall(r"^```(\w+)\n(.*?)^```$", document.text, re.S | re.M):
         if language == "python":
@@ -81,7 +78,7 @@ def steps_of(document: Page) -> list[Step]:
             for command in re.findall(r"(?:[^\n]*\\\n)*[^\n]+", body):
                 reasons = (why for start, why in NOT_RUN.items() if command.startswith(start))
                 steps.append(Step(command, next(reasons, None)))
-    return sorted(steps, key=lambda step: step.text != "make demo")
+    return steps
 
 
 class Room:

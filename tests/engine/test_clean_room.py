@@ -18,9 +18,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.usefixtures("smollm2_folder")
-def test_the_commands_of_readme(tmp_path):
-    variables = {"VLLM_TRIE_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(FORKED)}
+def test_the_commands_of_readme(tmp_path, smollm2_folder):
+    # The real model is the one that the suite has made.
+    variables = {"VLLM_TRIE_CACHE_DIR": str(Path(smollm2_folder).parent), "PYTHONPATH": str(FORKED)}
     # Without a home of its own, vLLM looks at the class of the model in another process, each time.
     variables["VLLM_CACHE_ROOT"] = str(Path.home() / ".cache" / "vllm")
     outcomes = run_page("README.md", tmp_path, **variables)
