@@ -478,7 +478,7 @@ def test_low_precision_differs_at_near_ties_only(engine, dtype):
     assert margin_of.count(None) >= 6
 
 
-# -- files that options name, and what vLLM need not warn of ---------------------------------------
+# -- files that options name ----------------------------------------------------------------------
 
 
 def test_options_do_not_change_the_hash_of_the_compiled_model(tmp_path):
@@ -525,22 +525,3 @@ def test_heads_are_checked_before_anything_starts(tmp_path):
     [file] = heads.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert f"{file} cannot be read" in refusal(speculative_config=asked)
-
-
-def test_a_default_start_warns_of_nothing_that_the_plugin_answers_for():
-    code = (
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        "from vllm_trie.lab.tiny_model import model_path\n"
-        "EngineArgs(str(model_path()), dtype='float32', kv_cache_memory_bytes=10 << 20,\n"
-        "    speculative_config={'method': 'ngram_trie'}).create_engine_config()"
-    )
-    ours = {"VLLM_TRIE_BEAM": "1", "VLLM_TRIE_CACHE_DIR": "/tmp"}
-    result = run_python("-c", code, VLLM_TRIE_NOT_OURS="1", VLLM_LOGGING_LEVEL="INFO", **ours)
-    said = result.stdout + result.stderr
-    assert said.count("Unknown vLLM environment variable detected: VLLM_TRIE_") == 1, said
-    assert "Unknown vLLM environment variable detected: VLLM_TRIE_NOT_OURS" in said
-    assert "experimental" not in said
-    assert "max_num_scheduled_tokens" not in said
-    assert "Async scheduling not supported" not in said
-    assert said.count("vllm-trie is on: ngram_trie drafts up to 32 tokens") == 1
-    assert "on Model Runner V1 without asynchronous scheduling" in said

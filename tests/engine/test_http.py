@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ COMMANDS = {
 }
 """Options of each server, which has the name of its method; `test_configuration.py` has the other
 spellings."""
+VARIABLES = {"VLLM_TRIE_BEAM": "1", "VLLM_TRIE_CACHE_DIR": "/tmp", "VLLM_TRIE_NOT_OURS": "1"}
+"""Of the servers; the last one is misspelled."""
 
 STOPPED_TOKENS = 100
 NUM_STOPPED = len(texts()[::4]) + 3
@@ -182,7 +185,8 @@ def answers(tmp_path_factory):
     folder, answers_of = tmp_path_factory.mktemp("servers"), {}
     for name, options in COMMANDS.items():
         drafts = name == DRAFTED
-        with running(folder / name, *options, worker_process=drafts, spawns=drafts) as server:
+        processes = {"worker_process": drafts, "spawns": drafts}
+        with running(folder / name, *options, **processes, **VARIABLES) as server:
             answers_of[name] = interview(server)
             if name == PLAIN:
                 answers_of[name].beams = server_off.ask_for_beams(server)
@@ -258,6 +262,18 @@ def test_plain_server_has_no_counters_of_ours(answers):
 
 def test_beam_search_is_vllms_own_where_the_native_one_is_off(answers):
     server_off.check_beam_replies(answers[PLAIN].beams)
+
+
+def test_a_front_end_warns_of_nothing_that_the_plugin_answers_for(answers):
+    lines = answers[DRAFTED].log.splitlines()
+    log = "\n".join(line for line in lines if line.startswith("(APIServer "))
+    unknown = re.findall(r"Unknown vLLM environment variable detected: (VLLM_TRIE_\w+)", log)
+    assert set(unknown) == {"VLLM_TRIE_NOT_OURS"}
+    assert "experimental" not in log
+    assert "max_num_scheduled_tokens" not in log
+    assert "Async scheduling not supported" not in log
+    assert log.count("vllm-trie is on: ngram_trie drafts up to 16 tokens") == 1
+    assert "on Model Runner V1 without asynchronous scheduling" in log
 
 
 def test_line_in_the_log(answers):
