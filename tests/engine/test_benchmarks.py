@@ -22,4 +22,5 @@ def test_a_smoke_run_prints_and_writes(runs, command):
     assert run["status"] == 0, run["printed"][-6000:]
     assert run["printed"].count("┃") > 2, "no table"
     assert run["rows"]
+    assert all(row.get("identical") in (None, True) for row in run["rows"])
     assert ("--plot" in command) == any(name.endswith(".svg") for name in run["files"])
