@@ -18,7 +18,6 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_trie.attention import prefers_chains
-from vllm_trie.attention.device_copy import to_device
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.draft_requests import (
@@ -32,7 +31,6 @@ from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
 from vllm_trie.drafts.engine.verification.placement import (
     QueryTokens,
     follow_depths,
-    logits_tokens,
 )
 from vllm_trie.drafts.engine.verification.sampling import sample_levels
 from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols
@@ -333,25 +331,6 @@ class ChainRunnerMixin(_Runner):
 
 class TreeRunnerMixin(ChainRunnerMixin):
     """Further overrides, which verify trees."""
-
-    @_runner.overrides(
-        "computes the rows with logits alone, not what vLLM's rejection sampler reads"
-    )
-    def _calc_spec_decode_metadata(
-        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
-    ) -> SpecDecodeMetadata:
-        tokens = logits_tokens(num_draft_tokens, cu_num_scheduled_tokens)
-        logits_indices = to_device(tokens, self.device)
-        unused = logits_indices[:0]
-        return SpecDecodeMetadata(
-            draft_token_ids=unused,
-            num_draft_tokens=num_draft_tokens.tolist(),
-            cu_num_draft_tokens=unused,
-            cu_num_sampled_tokens=unused,
-            target_logits_indices=unused,
-            bonus_logits_indices=unused,
-            logits_indices=logits_indices,
-        )
 
     @_runner.overrides("hands the trees to the attention backend", until=TREE_MASKS)
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

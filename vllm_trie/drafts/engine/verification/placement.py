@@ -96,16 +96,3 @@ def follow_depths(positions: torch.Tensor, places: torch.Tensor) -> None:
     """
     nodes, shifts = places
     positions.index_add_(-1, nodes, shifts.expand(*positions.shape[:-1], -1))
-
-
-def logits_tokens(num_nodes: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return int32 [logits rows], the query token of each row of logits that the walk needs.
-
-    Args:
-        num_nodes: int [num_requests], nodes of each tree.
-        ends: int [num_requests], where each request's query tokens end.
-    """
-    num_rows = num_nodes + 1
-    last_rows = np.cumsum(num_rows)
-    tokens = np.repeat(ends - last_rows, num_rows) + np.arange(last_rows[-1])
-    return tokens.astype(np.int32)
