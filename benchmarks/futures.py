@@ -19,7 +19,6 @@ ratios are of sums over the tasks.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from support.device import add_device_options, check_device, engine_options, sta
 from support.engines import keep_kernel_overrides, scheduler_of
 from support.futures_tasks import FORMS, KINDS, Edit, edits, schemas, undone
 from support.harness import Row, add_model_option, option_parser, report_quietly
-from support.peers_engines import METHODS
+from support.peers_engines import METHODS, available
 
 from vllm_trie.lab import local_engine
 
@@ -246,10 +245,8 @@ def run(options: Any) -> list[Row]:
         "max_model_len": local_engine.room_for(700, options.max_tokens, options.nodes),
         "max_num_seqs": 1,
     }
-    methods = [OURS]
-    if not options.no_peers:
-        has_suffix = importlib.util.find_spec("arctic_inference") is not None
-        methods += [peer for peer in PEERS if peer != "suffix" or has_suffix]
+    methods, missing = available([OURS] if options.no_peers else [OURS, *PEERS])
+    print(*missing, sep="\n", end="\n" if missing else "", flush=True)
     engines = {PLAIN: start_engine(model, **settings)}
     keep_kernel_overrides()
     for method in methods:
