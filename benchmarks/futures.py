@@ -245,8 +245,7 @@ def run(options: Any) -> list[Row]:
         "max_model_len": local_engine.room_for(700, options.max_tokens, options.nodes),
         "max_num_seqs": 1,
     }
-    methods, missing = available([OURS] if options.no_peers else [OURS, *PEERS])
-    print(*missing, sep="\n", end="\n" if missing else "", flush=True)
+    methods = available([OURS] if options.no_peers else [OURS, *PEERS])
     engines = {PLAIN: start_engine(model, **settings)}
     keep_kernel_overrides()
     for method in methods:

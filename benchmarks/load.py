@@ -67,7 +67,7 @@ def speculative_configs(
     """
     peers = [
         (name, {**(METHODS[name] or {}), **local_engine.without_memory(name)})
-        for name in available(PEERS)[0]
+        for name in available(PEERS)
     ]
     memory = local_engine.without_memory("ngram_trie")
     adaptive = {"method": "ngram_trie", "num_speculative_tokens": adaptive_nodes, **memory}
@@ -109,8 +109,6 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["matching", "random"])
     add_device_options(parser)
     options = parser.parse_args()
-    for message in available(PEERS)[1]:
-        print(message)
     report_quietly(run, options, COLUMNS)
 
 

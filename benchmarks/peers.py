@@ -252,8 +252,7 @@ def measure(
     settings: dict[str, Any],
 ) -> list[Row]:
     """Start all engines, ask them all questions, and return the rows."""
-    methods, missing = available(options.methods)
-    print(*missing, sep="\n", end="\n" if missing else "", flush=True)
+    methods = available(options.methods)
     longest = max(len(question.prompt) + question.max_tokens for question in questions)
     settings |= {
         "max_model_len": local_engine.room_for(longest, 0, MOST_NODES),

@@ -282,19 +282,20 @@ def _count_nodes(nodes: list[int]) -> Callable[[Any], None]:
     return count
 
 
-def available(methods: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the methods that can run here, and a line for each whose package is missing."""
+def available(methods: Sequence[str]) -> list[str]:
+    """Return the methods that can run here; print a line for each whose package is missing."""
     import torch
 
-    kept, missing = [], []
+    kept = []
     for method in methods:
         if method == "ngram_gpu" and not torch.cuda.is_available():
             continue
         if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-            missing.append("suffix is left out: the package arctic-inference is not installed")
+            message = "suffix is left out: the package arctic-inference is not installed"
+            print(message, flush=True)
         else:
             kept.append(method)
-    return kept, missing
+    return kept
 
 
 def answer(contestants: Sequence[Any], work: Question | Load) -> Iterator[Measured]:
