@@ -156,10 +156,9 @@ class Admission:
 
     def _has_blocks_again(self, group: BeamGroup) -> bool:
         """Return whether a group that has lost its blocks may go on."""
-        manager = self._scheduler.kv_cache_manager
-        next_level = group.beam_width * len(manager.coordinator.single_type_managers)
-        enough = group.beams.num_lost + next_level
-        return not self._scheduler.running or manager.block_pool.get_num_free_blocks() >= enough
+        scheduler, enough = self._scheduler, group.blocks_to_go_on
+        pool = scheduler.kv_cache_manager.block_pool
+        return not scheduler.running or pool.get_num_free_blocks() >= enough
 
     def expected_blocks(self, group: BeamGroup) -> int:
         """Return the KV blocks that a group is expected to come to hold."""

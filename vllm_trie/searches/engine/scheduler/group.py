@@ -92,6 +92,11 @@ class BeamGroup:
         """Whether the group has KV, or gets some in the step that is scheduled."""
         return self.beams.proxy.status == RequestStatus.RUNNING
 
+    @property
+    def blocks_to_go_on(self) -> int:
+        """The KV blocks that it had lost, and those that its next tokens may take."""
+        return self.beams.num_lost + self.beam_width * len(self._null_blocks)
+
     def blocks_with(self, num_new_tokens: int) -> int:
         """Return the KV blocks that hypotheses of `num_new_tokens` are expected to take."""
         # The trie is little larger than its longest path: hypotheses meet a few tokens back.

@@ -202,7 +202,11 @@ class BeamGroups:
         # vLLM may have passed over some that were let: they lack a LoRA slot, or blocks.
         for request in self.admission.let_requests():
             if isinstance(request, BeamProxy) and request.status == RequestStatus.RUNNING:
-                self._start(self.by_id[request.search_id])
+                group = self.by_id[request.search_id]
+                if self._scheduler.log_stats:
+                    group.request.record_event(EngineCoreEventType.SCHEDULED)
+                if not group.started:  # the others have lost their blocks and go on
+                    self._start(group)
         if self._scheduler.scheduler_config.async_scheduling:
             for group in self._started.values():
                 if group.beams.proxy.request_id in output.num_scheduled_tokens:
@@ -241,22 +245,16 @@ class BeamGroups:
         return scheduler_output
 
     def _start(self, group: BeamGroup) -> None:
-        """Start a group, or let it go on that has lost its blocks."""
-        now, log_stats = time.monotonic(), self._scheduler.log_stats
-        if log_stats:
-            group.request.record_event(EngineCoreEventType.SCHEDULED, now)
-        if group.started:
-            return
         self.counters.groups += 1
         report: dict[str, object] | None = None
-        if log_stats:
+        if self._scheduler.log_stats:
             config = self._scheduler.vllm_config
             report = {
                 "model_name": config.model_config.served_model_name,
                 "engine": str(config.parallel_config.data_parallel_index),
                 "searches": 1,
                 "hypotheses": group.beam_width,
-                "waiting_seconds": now - group.arrival,
+                "waiting_seconds": time.monotonic() - group.arrival,
             }
         self._num_beams_queued -= group.beam_width
         self._started[group.request.request_id] = group
