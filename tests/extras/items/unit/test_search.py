@@ -140,8 +140,8 @@ def test_equals_reference(
     for hypothesis, item in zip(hypotheses, items, strict=True):
         total = sum(hypothesis.logprobs) + weights[item]
         assert total == pytest.approx(hypothesis.sum_logprob, abs=1e-4)
-    found = [search.described(hypothesis)[0] for hypothesis in hypotheses]
-    assert found == [plain.items[item] for item in items]
+    item_ids = [search.described(hypothesis)[0] for hypothesis in hypotheses]
+    assert item_ids == [plain.items[item] for item in items]
     assert len(set(items)) == len(items)
 
 
