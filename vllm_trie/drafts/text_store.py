@@ -56,7 +56,8 @@ class TextStore:
         """Receive the texts of a cache salt, by its digest, from now on."""
 
     def forget(self) -> None:
-        """Drop what came in, and receive only what is added from now on."""
+        """Keep nothing that this engine has dropped, its texts and what came in, and receive only
+        what is added from now on."""
 
 
 @functools.lru_cache(maxsize=4096)

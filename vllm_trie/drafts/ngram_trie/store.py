@@ -162,12 +162,12 @@ class RequestStore:
 
     def clear(self) -> None:
         """Forget all texts, also those that other engines have published."""
-        for store in self._stores:
-            store.forget()
         for container in (self._indexes, self._texts, self._answers, self._digests, self._waiting):
             container.clear()
         self._entering = self._leaving = None
         self.num_tokens = self._num_waiting = 0
+        for store in self._stores:
+            store.forget()
 
     def _add(self, text: StoredText) -> None:
         if len(text.token_ids) == 0:

@@ -51,7 +51,7 @@ class WarmStart(TextStore, StepObserver):
         self._identity = identity
         self._texts: Callable[[], Sequence[StoredText]] = tuple
         self._next_save = time.monotonic() + INTERVAL
-        self._has_served = False
+        self._has_changed = False
         self._failed = False
         self._job: threading.Thread | None = None
         self._slot: Slot | None = None
@@ -82,23 +82,23 @@ class WarmStart(TextStore, StepObserver):
 
     def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Save if it is time to."""
-        self._has_served |= any(new_tokens)
+        self._has_changed |= any(new_tokens)
         slot, now = self._slot, time.monotonic()
         if slot is None or now < self._next_save or (self._job and self._job.is_alive()):
             return
         self._next_save = now + INTERVAL
-        arguments = (slot, *self._snapshot())
-        job = threading.Thread(target=self._write, args=arguments, daemon=True)
-        try:
-            job.start()
-            self._job = job
-        except RuntimeError as error:  # the process may have no more threads
-            self._fail(slot, error)
+        self._start_job(slot)
+
+    def forget(self) -> None:
+        """Save at once that nothing is left: no request may follow, nor a shutdown."""
+        self._has_changed = True
+        if self._slot is not None:
+            self._start_job(self._slot)
 
     def closed(self) -> None:
         """Save and give the file back.
 
-        An engine that served nothing leaves the file as it is.
+        An engine that served nothing and forgot nothing leaves the file as it is.
         """
         slot = self._slot
         if slot is None:
@@ -108,17 +108,36 @@ class WarmStart(TextStore, StepObserver):
         self._slot = None
         if self._job is not None and self._job.is_alive():
             return  # it writes to the file, whose lock goes with it
-        if self._has_served:
+        if self._has_changed:
             self._write(slot, *self._snapshot())
         slot.release()
+
+    def _start_job(self, slot: Slot) -> None:
+        arguments = (slot, *self._snapshot(), self._job)
+        job = threading.Thread(target=self._write, args=arguments, daemon=True)
+        try:
+            job.start()
+            self._job = job
+        except RuntimeError as error:  # the process may have no more threads
+            self._fail(slot, error)
 
     def _snapshot(self) -> tuple[StoreHeader, Sequence[StoredText]]:
         header = StoreHeader(**self._identity._asdict(), saved_at=time.time())
         return header, self._texts()
 
-    def _write(self, slot: Slot, header: StoreHeader, texts: Sequence[StoredText]) -> None:
+    def _write(
+        self,
+        slot: Slot,
+        header: StoreHeader,
+        texts: Sequence[StoredText],
+        before: threading.Thread | None = None,
+    ) -> None:
+        """Write a snapshot, after the job that writes an earlier one."""
+        if before is not None:
+            before.join()
         try:
             write_store(slot.path, header, texts)
+            self._failed = False
         except Exception as error:  # a full disk, a folder that is gone
             self._fail(slot, error)
 

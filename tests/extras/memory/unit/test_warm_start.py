@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
 from vllm_trie.drafts import Drafter
@@ -56,6 +57,10 @@ def draft(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> T
 def drafted(drafter: Drafter, tokens: Sequence[int], salt: str | None = None) -> list[int]:
     """The likeliest path."""
     return draft(drafter, tokens, salt).chain().token_ids.tolist()
+
+
+def no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def run_once(folder: Path) -> None:
@@ -176,6 +181,39 @@ def test_a_save_that_is_slow_keeps_its_file(tmp_path, monkeypatch):
     assert Slot.claim(tmp_path, IDENTITY).path == path
 
 
+@pytest.mark.parametrize("writes", [False, True], ids=["idle", "while a save writes"])
+def test_what_was_reset_is_gone_from_the_file_at_once(tmp_path, monkeypatch, writes):
+    """Without a step or a shutdown; a save that has begun before comes first."""
+    run_once(tmp_path)
+    saving, drafter = start(tmp_path)
+    may_write = threading.Event()
+
+    def slow(*content: Any) -> None:
+        assert may_write.wait(30.0)
+        write_store(*content)
+
+    monkeypatch.setattr(module, "write_store", slow)
+    if writes:
+        monkeypatch.setattr(saving, "_next_save", 0.0)
+        end_step(saving)
+    drafter.reset()
+    may_write.set()
+    finish_job(saving)
+    [path] = tmp_path.glob("*.store")
+    assert read_store(path).texts == []
+
+
+def test_a_reset_that_is_not_saved_at_once_is_saved_at_the_end(tmp_path, monkeypatch):
+    run_once(tmp_path)
+    saving, drafter = start(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", no_thread)
+        drafter.reset()
+    saving.closed()
+    [path] = tmp_path.glob("*.store")
+    assert read_store(path).texts == []
+
+
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monkeypatch):
     blocked = tmp_path / "file"
     blocked.touch()
@@ -186,9 +224,6 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
 
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
-
-    def no_thread(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr("threading.Thread.start", no_thread)
@@ -206,6 +241,15 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
         saving.closed()
     assert caplog.text.count("No space left on device") >= 1
     assert "the engine goes on" in caplog.text
+    saving, _ = start(tmp_path)
+    caplog.clear()
+    for fault in (full, full, write_store, full):
+        monkeypatch.setattr(module, "write_store", fault)
+        monkeypatch.setattr(saving, "_next_save", 0.0)
+        end_step(saving)
+        finish_job(saving)
+    levels = [record.levelname for record in {*caplog.records}]
+    assert levels.count("WARNING") == 2, "it warns again of what fails after it went well"
 
 
 def test_no_damage_stops_a_start(tmp_path):
