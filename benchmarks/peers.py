@@ -12,7 +12,6 @@ Workloads:
              at a real step's cost on the real engine. Needs the two files of Spec-Bench, by option
              or by the environment variables SPEC_BENCH_QUESTIONS and SPEC_BENCH_ANSWERS, and is
              left out without them
-    beam     beam.py's comparison of beam searches
 
 Requests run one at a time, greedily. Every method answers a question before the next one comes.
 With `--at-once 8 32` they run together as well: all questions are one load, in random order, and
@@ -27,7 +26,7 @@ of times per token.
 
     python benchmarks/peers.py --workload chat --questions question.jsonl
     python benchmarks/peers.py --questions question.jsonl --answers vicuna-7b.jsonl \
-        --json peers.json --plot docs/img
+        --json peers.json
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from support.replay_data import (
 
 from vllm_trie.lab import local_engine, smollm2
 
-WORKLOADS = ("chat", "shipped", "replay", "beam")
+WORKLOADS = ("chat", "shipped", "replay")
 SHAPES = ("tiny", "0.4b", "1b")
 COLUMNS = (
     "method", "workload", "category", "tokens_per_s", "ratio_to_plain", "decode_ratio_to_plain",
@@ -121,7 +120,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="0.4b", help="of the replay model")
     parser.add_argument("--dtype", default="bfloat16", help="of the workloads chat and replay")
     parser.add_argument("--eager", action="store_true", help="run the model without compilation")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the ratios, as PNG and SVG")
     parser.add_argument(
         "--rows",
         nargs="+",
@@ -138,14 +136,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, write, draw."""
-    options = parse()
-    rows = report(all_rows, options, COLUMNS)
-    print_breakdown(rows)
-    if options.plot is not None:
-        from support.peers_plot import plot
-
-        plot(rows, options.plot, options.shape)
+    """Measure, print, write."""
+    print_breakdown(report(all_rows, parse(), COLUMNS))
 
 
 def all_rows(options: argparse.Namespace) -> list[Row]:
@@ -163,8 +155,8 @@ def run_apart(options: argparse.Namespace) -> list[Row]:
         for workload in options.workload:
             out = Path(folder) / f"{workload}.json"
             command = [sys.executable, *sys.argv, "--workload", workload, "--json", str(out)]
-            for flag in {"--plot", "--record"} & {*command}:
-                place = command.index(flag)
+            if "--record" in command:
+                place = command.index("--record")
                 del command[place : place + 2]
             subprocess.run(command, check=True)
             rows += json.loads(out.read_text())
@@ -174,8 +166,6 @@ def run_apart(options: argparse.Namespace) -> list[Row]:
 def run(options: argparse.Namespace) -> list[Row]:
     """Return the rows of one workload."""
     [workload] = options.workload
-    if workload == "beam":
-        return run_beam(options)
     if workload == "replay":
         if options.questions is None or options.answers is None:
             print(
@@ -307,34 +297,6 @@ def warm_up(contestants: Sequence[Any], work: Question | Load, prepare: Any) -> 
     prepare(part)
     for _ in answer(contestants, part):
         pass
-
-
-def run_beam(options: argparse.Namespace) -> list[Row]:
-    """Run beam.py on a few loads; its `plain` is sampling with n = width."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "beam.json"
-        command = [sys.executable, str(Path(__file__).with_name("beam.py")), "--json", str(out)]
-        command += ["--widths", "4", "8", "--num-prompts", "1"]
-        command += ["--repeats", str(max(3, options.repeats))]
-        command += ["--device", options.device, "--load-format", options.load_format]
-        command += ["--model", options.model] if options.model else []
-        subprocess.run([*command, *["--eager"] * options.eager], check=True)
-        measured = json.loads(out.read_text())
-    plain = {_load(row): row["total_ms"] for row in measured if row["method"] == PLAIN}
-    return [
-        {
-            **row,
-            "workload": "beam",
-            "category": f"{row['prompt_len']} tokens, width {row['beam_width']}",
-            "tokens_per_step": None,
-            "ratio_to_plain": plain[_load(row)] / row["total_ms"],
-        }
-        for row in measured
-    ]
-
-
-def _load(row: Row) -> tuple[int, int, int]:
-    return row["prompt_len"], row["beam_width"], row["num_prompts"]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def summarize(
         workload: named in the rows.
         methods: the baseline of the ratios is `plain`, if it is among them.
         questions: as asked.
-        found: (question, method) -> one measurement for each repeat.
+        measurements: (question, method) -> one measurement for each repeat.
     """
     rows = []
     for category in dict.fromkeys(question.category for question in questions):
@@ -114,8 +114,6 @@ def with_means(rows: Sequence[Row]) -> list[Row]:
             groups[row["workload"], row["method"]].append(row)
     means = []
     for (workload, method), group in groups.items():
-        if workload == "beam":
-            continue
         mean: Row = {"method": method, "workload": workload, "category": MEAN}
         for key in group[0]:
             if key in mean or key in ("questions", "tokens", "machine", "at_once"):

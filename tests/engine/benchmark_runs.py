@@ -18,7 +18,6 @@ from tests.processes import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 VARIANTS = {
     "beam": [[], ["--wide", "--constrained", "yes"], ["--parts"]],
-    "peers": [["--plot", "."]],
 }
 """Further options, for what the defaults do not print."""
 
@@ -42,7 +41,6 @@ def run(name: str, *options: str) -> dict[str, Any]:
             "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
             "printed": Path("printed").read_text(errors="replace"),
             "rows": json.loads(rows.read_text()) if rows.exists() else [],
-            "files": sorted(path.name for path in Path().iterdir()),
         }
 
 

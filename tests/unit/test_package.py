@@ -128,7 +128,7 @@ def test_lock_pins_the_supported_build():
 def test_lock_holds_what_the_project_asks_for():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["test"], *extras["plots"], *extras["cpu"]]
+    lines = [*project["dependencies"], *extras["test"], *extras["cpu"]]
     pins = requirements("cpu.txt")
     for line in lines:
         need = Requirement(line)
