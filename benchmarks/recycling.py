@@ -57,9 +57,7 @@ def prompts_by_set(model: str, options: Any) -> dict[str, list[list[int]]]:
     from support.prompts import chats_by_category, prompt_sets
 
     if options.questions is None:
-        sets = {name: chosen[options.half :: 2] for name, chosen in prompt_sets(model).items()}
-        del sets["mixed"]
-        return sets
+        return {name: chosen[options.half :: 2] for name, chosen in prompt_sets(model).items()}
     return chats_by_category(model, options.questions, options.per_category)
 
 

@@ -31,8 +31,6 @@ from support.replay_data import (
 )
 from support.replay_methods import METHODS, Method, Setting
 
-from vllm_trie.tree import TokenTree
-
 SMOKE_METHODS = ["ngram_trie", "paper", "vllm_ngram"]
 
 
@@ -42,8 +40,6 @@ class Step(NamedTuple):
     num_tokens: int
     num_nodes: int
     draft_us: float
-    expected_tokens: float | None
-    """One plus the sum of the predicted probabilities of the nodes; None if there are none."""
 
 
 def replay(method: Method, request_id: str, recording: Recording) -> list[Step]:
@@ -58,17 +54,10 @@ def replay(method: Method, request_id: str, recording: Recording) -> list[Step]:
         draft_us = 1e6 * (time.perf_counter() - begin)
         num_accepted = len(tree.path_of(tokens[position:].tolist()))
         num_tokens = min(num_accepted + 1, len(tokens) - position)
-        steps.append(Step(num_tokens, tree.num_nodes, draft_us, expected_tokens(tree)))
+        steps.append(Step(num_tokens, tree.num_nodes, draft_us))
         position += num_tokens
     method.finish(request_id, tokens, num_prompt_tokens)
     return steps
-
-
-def expected_tokens(tree: TokenTree) -> float | None:
-    """Return the tokens that the step gains if the predicted probabilities are right."""
-    if tree.probabilities is None:
-        return None if tree.num_nodes else 1.0
-    return 1.0 + float(tree.probabilities.sum())
 
 
 def summarize(method: str, nodes: int, steps: dict[str, list[Step]]) -> list[Row]:
@@ -83,18 +72,11 @@ def summarize(method: str, nodes: int, steps: dict[str, list[Step]]) -> list[Row
                 "tokens_per_step": sum(s.num_tokens for s in replayed) / max(len(replayed), 1),
                 "nodes_per_step": sum(s.num_nodes for s in replayed) / max(len(replayed), 1),
                 "draft_us": statistics.median(s.draft_us for s in replayed) if replayed else 0.0,
-                "expected_tokens_per_step": _mean([s.expected_tokens for s in replayed]),
             }
         )
-    keys = ("tokens_per_step", "nodes_per_step", "draft_us", "expected_tokens_per_step")
-    mean = {key: _mean([row[key] for row in rows]) for key in keys}
+    keys = ("tokens_per_step", "nodes_per_step", "draft_us")
+    mean = {key: statistics.fmean(row[key] for row in rows) for key in keys}
     return [*rows, {"method": method, "category": "mean", "nodes": nodes, **mean}]
-
-
-def _mean(values: list[float | None]) -> float | None:
-    """Return the mean; None if the method leaves a value out."""
-    numbers = [value for value in values if value is not None]
-    return statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None
 
 
 def print_rows(rows: list[Row]) -> None:

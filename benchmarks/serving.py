@@ -19,6 +19,7 @@ Turns repeat the prompts, and cache salts keep `ngram_trie` from knowing them; `
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -132,8 +133,7 @@ def choose_prompts(model: str, questions: Path | None, number: int) -> list[list
     from transformers import AutoTokenizer
 
     if questions is None:
-        sets = prompt_sets(model)
-        prompts = [prompt for name in sets if name != "mixed" for prompt in sets[name]]
+        prompts = list(itertools.chain.from_iterable(prompt_sets(model).values()))
     else:
         tokenizer = AutoTokenizer.from_pretrained(model)
         lines = questions.read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,7 @@
 """Fixed trees of Medusa heads, as the reference in benchmarks: published, or any.
 
 A tree is a list of paths; a path names, head by head, the rank of the candidate to take. The
-published lists put the likeliest path first, so the first n paths are the n-node tree.
+published list puts the likeliest path first, so the first n paths are the n-node tree.
 """
 
 from __future__ import annotations
@@ -25,20 +25,13 @@ def _paths(text: str) -> tuple[Path, ...]:
 
 
 # Each word is a path: "021" takes rank 0 of the first head, rank 2 of the second, 1 of the third.
-PUBLISHED: dict[str, tuple[Path, ...]] = {
-    "mc_sim_7b_63": _paths(
-        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 "
-        "003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 "
-        "101 021 90 060 0001 16 070"
-    ),
-    "vicuna_7b_stage2": _paths(
-        "0 00 1 01 000 10 2 02 001 03 3 010 20 4 002 04 11 100 0000 5 003 05 020 30 011 06 6 07 "
-        "004 40 12 08 7 030 0001 005 21 006 101 0010 200 50 09 012 8 040 021 13 007 0002 008 110 "
-        "0100 60 9 013 0003 102 050 31 0020 70 14"
-    ),
-}
-"""Choice lists of FasterDecoding/Medusa, medusa/model/medusa_choices.py, as facts; 63 nodes each,
-which with the last committed token make the 64 that the papers speak of."""
+PUBLISHED = _paths(
+    "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 "
+    "40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 "
+    "90 060 0001 16 070"
+)
+"""The list `mc_sim_7b_63` of FasterDecoding/Medusa, medusa/model/medusa_choices.py, as facts; 63
+nodes, which with the last committed token make the 64 that the papers speak of."""
 
 
 class TreeTemplate(NamedTuple):
@@ -86,7 +79,7 @@ class FixedTreeOptions(MedusaOptions):
     """Those of `medusa_dynamic`, and the tree."""
 
     paths: list[list[int]] = Field(
-        default=[list(path) for path in PUBLISHED["mc_sim_7b_63"]],
+        default=[list(path) for path in PUBLISHED],
         description="Paths, each behind its parent and the best first.",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from typing import Any, NamedTuple
@@ -161,14 +160,3 @@ def schemas() -> list[tuple[str, str, dict[str, Any]]]:
             ),
         ]  # fmt: skip
     return tasks
-
-
-def large_schema(num_bytes: int) -> dict[str, Any]:
-    """Return a schema whose JSON text has about this many bytes."""
-    properties: dict[str, Any] = {}
-    size = 0
-    while size < num_bytes:
-        name = f"measured_property_number_{len(properties)}"
-        properties[name] = _enum(*(f"{name}_value_{value}" for value in range(8)))
-        size += len(json.dumps({name: properties[name]})) + len(name)
-    return _object(**properties)

@@ -29,8 +29,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     # Of 5 to 32 tokens and n-grams of 1 to 5 the best on Spec-Bench at the cost of a 0.4 B shape.
     "ngram": {"method": "ngram", **NGRAM},
-    # vLLM's defaults for the lengths; it has none for the number of tokens.
-    "ngram_default": {"method": "ngram", "num_speculative_tokens": 5},
     # On GPUs alone: `ngram` on the device, which keeps asynchronous scheduling.
     "ngram_gpu": {"method": "ngram_gpu", **NGRAM},
     # vLLM's defaults, 24 tokens among them.
@@ -40,11 +38,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "method": "ngram_trie",
         "num_speculative_tokens": 16,
         "verification": "chain",
-    },
-    "ngram_trie_no_store": {
-        "method": "ngram_trie",
-        "num_speculative_tokens": 32,
-        "store_tokens": 0,
     },
     # The n-gram-trie paper's method: every one of 32 drafts is verified.
     "paper": {
@@ -66,7 +59,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
 }
 """Name -> vLLM's `speculative_config`."""
-PEERS = ("ngram", "ngram_default", "ngram_gpu", "suffix")
+PEERS = ("ngram", "ngram_gpu", "suffix")
 DEFAULT_METHODS = (PLAIN, "ngram", "ngram_gpu", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
 PARTS = ("forward", "logits", "sampling", "drafting")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from support.replay_data import Recording, category_of, choose, read_lines
 
-MIXED_ROUNDS = 14
-
 
 def demo_chats(model: str) -> dict[str, list[int]]:
     """Return the demo's prompts by name, as chats of `model`."""
@@ -70,19 +68,12 @@ def code_prompts(model: str) -> dict[str, list[list[int]]]:
 def prompt_sets(model: str) -> dict[str, list[list[int]]]:
     """Return all prompts by set.
 
-    `demo`: the demo's; those of `code_prompts`; `library`: those of the engine tests; `mixed`: in
-    turns a copying, a chat and a free prompt of the others.
+    `demo`: the demo's; those of `code_prompts`; `library`: those of the engine tests.
     """
     from tests.engine.prompts import prompts as library_prompts
 
-    sets = {
+    return {
         "demo": list(demo_chats(model).values()),
         **code_prompts(model),
         "library": [prompt["prompt_token_ids"] for prompt in library_prompts()],
     }
-    copying = sets["tasks"] + sets["edit"]
-    chat = sets["demo"] + sets["question"]
-    free = sets["write"] + sets["continue"]
-    rounds = itertools.zip_longest(*(kind[:MIXED_ROUNDS] for kind in (copying, chat, free)))
-    sets["mixed"] = [prompt for prompts in rounds for prompt in prompts if prompt is not None]
-    return sets

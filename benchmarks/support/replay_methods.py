@@ -70,14 +70,14 @@ class OwnDrafter:
 class PromptLookup:
     """Prompt lookup as in vLLM's `ngram`.
 
-    Finds the longest n-gram at the end of the text that occurred before, of `min_length` to
-    `max_length` tokens, and continues its first occurrence. The lengths are vLLM's
-    `prompt_lookup_min` and `prompt_lookup_max`, both 5 by default.
+    Finds the longest n-gram at the end of the text that occurred before, of `min_length` to 5
+    tokens, and continues its first occurrence. The lengths are vLLM's `prompt_lookup_min` and
+    `prompt_lookup_max`, both 5 by default.
     """
 
-    def __init__(self, num_nodes: int, min_length: int = 5, max_length: int = 5) -> None:
+    def __init__(self, num_nodes: int, min_length: int = 5) -> None:
         self._num_nodes = num_nodes
-        self._lengths = range(max_length, min_length - 1, -1)
+        self._lengths = range(5, min_length - 1, -1)
 
     def draft(self, request_id: str, tokens: np.ndarray, num_prompt_tokens: int) -> TokenTree:
         for length in self._lengths:
@@ -102,7 +102,7 @@ class SuffixDecoding:
     The defaults are vLLM's. `tree` turns the tree mode on and lifts the limits on the tree's size.
     """
 
-    def __init__(self, num_nodes: int, tree: bool = False, remember: bool = True) -> None:
+    def __init__(self, num_nodes: int, tree: bool = False) -> None:
         try:
             from arctic_inference.suffix_decoding import SuffixDecodingCache
         except ImportError:
@@ -111,9 +111,7 @@ class SuffixDecoding:
                 "pybind11 grpcio-tools, then pip install --no-build-isolation --no-deps "
                 "arctic-inference==0.3.0"
             ) from None
-        self._cache = SuffixDecodingCache(
-            max_tree_depth=24, max_cached_requests=10_000 if remember else 0
-        )
+        self._cache = SuffixDecodingCache(max_tree_depth=24, max_cached_requests=10_000)
         self._known: dict[str, int] = {}
         self._limits: dict[str, Any] = {"max_spec_tokens": num_nodes}
         if tree:
@@ -149,10 +147,8 @@ METHODS: dict[str, Callable[[Setting], Method]] = {
     "ngram_trie_store_chain": lambda s: OwnDrafter("ngram_trie", s, chain_only=True),
     "paper": lambda s: OwnDrafter(PaperDrafter.name, s),
     "vllm_ngram": lambda s: PromptLookup(s.num_nodes, min_length=1),
-    "vllm_ngram_5_tokens": lambda s: PromptLookup(min(s.num_nodes, 5), min_length=1),
     "vllm_ngram_default": lambda s: PromptLookup(s.num_nodes),
     "suffix": lambda s: SuffixDecoding(s.num_nodes),
     "suffix_tree": lambda s: SuffixDecoding(s.num_nodes, tree=True),
-    "suffix_tree_own_text": lambda s: SuffixDecoding(s.num_nodes, tree=True, remember=False),
 }
 """Name -> constructor. Peers draft without a corpus."""
