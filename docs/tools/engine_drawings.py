@@ -93,9 +93,9 @@ _PANELS = (
 )  # fmt: skip
 
 
-def blocks(scheme: str = "auto") -> str:
+def blocks() -> str:
     """How the hypotheses of a beam search share KV blocks, in four moments."""
-    canvas = Canvas(820, 635, "Beams that share KV blocks, with copy-on-write", scheme)
+    canvas = Canvas(820, 635, "Beams that share KV blocks, with copy-on-write")
     left, column, row = 345, 143, 52
 
     def place(at: float, line: float, top: float) -> Point:
@@ -126,9 +126,9 @@ def blocks(scheme: str = "auto") -> str:
     return canvas.render()
 
 
-def path(scheme: str = "auto") -> str:
+def path() -> str:
     """Where the plugin's parts sit in a step of vLLM."""
-    canvas = Canvas(820, 330, "Where the plugin sits in a step of vLLM", scheme)
+    canvas = Canvas(820, 330, "Where the plugin sits in a step of vLLM")
     canvas.text(20, 30, "Front end", "title")
     canvas.text(300, 30, "Engine core", "title")
     canvas.text(590, 30, "Worker", "title")

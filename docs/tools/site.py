@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the navigation, and links from a page to files outside of docs/.
+"""Hooks of mkdocs: links from a page to files outside of docs/.
 
 On a forge `../examples/` and `../README.md` lead to the file. The site takes those files in as
 downloads, or as pages where they are Markdown, so that the same link works there.
@@ -18,24 +18,6 @@ FOLDER = "repository"
 _WORDS = r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]"
 _OUTSIDE = re.compile("(?<!!)" + _WORDS + r"\((?:\.\./)+([^)#\s]*)(#[^)\s]*)?\)")
 _ANY = re.compile("(!?)" + _WORDS + r"\(([^)\s]+)\)")
-
-
-METHODS = "Methods"
-"""Section of the navigation that takes in the pages that mkdocs.yml does not name."""
-
-
-def complete(navigation: list[dict[str, list[str]]], pages: list[str]) -> None:
-    """Add to the navigation, in place, the pages that it lacks."""
-    named = {page for section in navigation for listed in section.values() for page in listed}
-    for section in navigation:
-        if METHODS in section:
-            section[METHODS].extend(page for page in sorted(pages) if page not in named)
-
-
-def on_config(config: Any) -> Any:
-    """Complete the navigation."""
-    complete(config["nav"], [path.name for path in Path(config["docs_dir"]).glob("*.md")])
-    return config
 
 
 def outside_links(markdown: str) -> set[str]:

@@ -61,13 +61,11 @@ class Canvas:
     Args:
         width, height: pixels.
         title: what the drawing shows, for readers who cannot see it.
-        scheme: "auto" follows the reader's settings; "light" and "dark" are for looking at both.
     """
 
-    def __init__(self, width: int, height: int, title: str, scheme: str = "auto") -> None:
+    def __init__(self, width: int, height: int, title: str) -> None:
         self._size = (width, height)
         self._title = title
-        self._scheme = scheme
         self._parts: list[str] = []
 
     def box(
@@ -133,20 +131,14 @@ class Canvas:
     def render(self) -> str:
         """The SVG file."""
         width, height = self._size
-        root = _LIGHT if self._scheme != "dark" else _DARK
-        style = f":root {{ {_variables(root)} }}\n"
-        if self._scheme == "auto":
-            style += f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}\n"
-        else:  # renderers that know no variables
-            rules = _RULES
-            for name, value in root.items():
-                rules = rules.replace(f"var(--{name})", value)
+        style = f":root {{ {_variables(_LIGHT)} }}\n"
+        style += f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}\n"
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
                 f'width="{width}" height="{height}" role="img">',
                 f"<title>{escape(self._title)}</title>",
-                f"<style>\n{style}{_RULES if self._scheme == 'auto' else rules}</style>",
+                f"<style>\n{style}{_RULES}</style>",
                 f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" '
                 'rx="8"/>',
                 *self._parts,

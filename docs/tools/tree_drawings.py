@@ -76,9 +76,9 @@ def _children(parents: Sequence[int]) -> dict[int, list[int]]:
     return children
 
 
-def trie(scheme: str = "auto") -> str:
+def trie() -> str:
     """The n-gram trie of the text, and the tree that is drafted from it."""
-    canvas = Canvas(820, 420, "An n-gram trie of a text and the draft tree made from it", scheme)
+    canvas = Canvas(820, 420, "An n-gram trie of a text and the draft tree made from it")
     canvas.text(20, 30, "The text so far", "title")
     for number, word in enumerate(TEXT):
         style = "green" if number >= len(TEXT) - 2 else "soft"
@@ -163,12 +163,12 @@ def _draw_tree(
         canvas.token(x, y, labels[node], styles[node], width)
 
 
-def step(scheme: str = "auto") -> str:
+def step() -> str:
     """One verification step, from the draft to the kept KV."""
     example = example_step()
     tree, words, target, accepted = example
     num_nodes = tree.num_nodes
-    canvas = Canvas(820, 585, "One verification step of a draft tree", scheme)
+    canvas = Canvas(820, 585, "One verification step of a draft tree")
 
     canvas.text(20, 30, "1  A drafter fills a tree", "title")
     canvas.text(20, 48, "numbered in the order in which vLLM’s scheduler gets them", "small dim")
@@ -247,12 +247,12 @@ def _draw_kept_kv(canvas: Canvas, example: Step, columns: list[int]) -> None:
     )  # fmt: skip
 
 
-def mask(scheme: str = "auto") -> str:
+def mask() -> str:
     """Which keys each query sees."""
     example = example_step()
     tree, words = example.tree, example.words
     size = tree.num_nodes
-    canvas = Canvas(820, 450, "The ancestor mask of a draft tree", scheme)
+    canvas = Canvas(820, 450, "The ancestor mask of a draft tree")
     canvas.text(20, 30, "Visible tokens of each node", "title")
     canvas.text(20, 48, "rows: queries, columns: keys", "small dim")
     left, top, cell = 120, 110, 32
