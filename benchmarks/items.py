@@ -157,7 +157,7 @@ def main() -> None:
     parser = option_parser(__doc__, smoke={"items": 20_000, "widths": [4]})
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--widths", type=int, nargs="+", default=[50, 200, 400])
-    parser.add_argument("--only-build", action="store_true", help="skip steps and searches")
+    parser.add_argument("--only-build", action="store_true", help="skip steps and rules")
     parser.add_argument("--build", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.build:
