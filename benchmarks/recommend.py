@@ -200,8 +200,10 @@ class Bench:
                 model_class = type(local_engine.runner_of(self._llm).model)
                 seconds = part_seconds(search, model_class)["host"]
                 rows[-1]["host_ms"] = 1e3 * seconds / (CODEBOOKS * len(prompts))
-        for row in rows:
-            row["ratio_to_items"] = row["requests_per_s"] / rows[0]["requests_per_s"]
+        rates = {row["method"]: row["requests_per_s"] for row in rows}
+        if "items" in rates:
+            for row in rows:
+                row["ratio_to_items"] = row["requests_per_s"] / rates["items"]
         return rows
 
     def _search(self, prompts: Prompts, width: int, concurrency: int, method: str) -> Answers:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.progress import track
 from support.harness import Row, option_parser, print_table, write_json
+from support.peers_engines import available
 from support.replay_data import (
     SMOKE_FILES,
     Recording,
@@ -110,9 +111,10 @@ def main() -> None:
     options = parser.parse_args()
     encoder = load_tokenizer(options.tokenizer)
     recordings = recordings_of(options, encoder)
+    methods = available([*(options.methods or METHODS)])
     rows: list[Row] = []
     for num_nodes in options.nodes:
-        for name in options.methods or METHODS:
+        for name in methods:
             drafter = METHODS[name](
                 Setting(
                     num_nodes,

@@ -14,7 +14,6 @@ math and coding.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -28,6 +27,7 @@ from typing import Any
 from support.device import add_device_options, check_device, engine_options, start_engine
 from support.engines import keep_kernel_overrides
 from support.harness import Row, add_model_option, option_parser, report_quietly
+from support.peers_engines import available
 from support.replay_data import QUESTIONS_VARIABLE, read_lines
 
 from vllm_trie.lab import local_engine
@@ -159,12 +159,10 @@ def run(options: Any) -> list[Row]:
     options.prompts = read_prompts(model, options)
     longest = max(map(len, options.prompts))
     rows: list[Row] = []
-    methods = {name: METHODS[name] for name in options.methods}
+    methods = {name: METHODS[name] for name in available(options.methods)}
     for name, settings in options.variant:
         methods[name] = {"method": "ngram_trie", **json.loads(settings)}
     for (method, config), replicas in itertools.product(methods.items(), options.replicas):
-        if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-            continue
         config = {"num_speculative_tokens": options.nodes, **config}
         if config["method"] == "ngram_trie":
             config.setdefault("node_budget", "fixed")

@@ -62,6 +62,10 @@ METHODS: dict[str, dict[str, Any] | None] = {
 PEERS = ("ngram", "ngram_gpu", "suffix")
 DEFAULT_METHODS = (PLAIN, "ngram", "ngram_gpu", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
+_NO_ARCTIC = (
+    "the package arctic-inference is not installed: pip install nanobind pybind11 grpcio-tools, "
+    "then pip install --no-build-isolation --no-deps arctic-inference==0.3.0"
+)
 PARTS = ("forward", "logits", "sampling", "drafting")
 
 
@@ -277,15 +281,15 @@ def _count_nodes(nodes: list[int]) -> Callable[[Any], None]:
 
 def available(methods: Sequence[str]) -> list[str]:
     """Return the methods that can run here; print a line for each whose package is missing."""
-    import torch
-
     kept = []
     for method in methods:
-        if method == "ngram_gpu" and not torch.cuda.is_available():
-            continue
-        if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-            message = "suffix is left out: the package arctic-inference is not installed"
-            print(message, flush=True)
+        if method == "ngram_gpu":
+            import torch
+
+            if not torch.cuda.is_available():
+                continue
+        if method.startswith("suffix") and importlib.util.find_spec("arctic_inference") is None:
+            print(f"{method} is left out: {_NO_ARCTIC}", flush=True)
         else:
             kept.append(method)
     return kept

@@ -103,14 +103,8 @@ class SuffixDecoding:
     """
 
     def __init__(self, num_nodes: int, tree: bool = False) -> None:
-        try:
-            from arctic_inference.suffix_decoding import SuffixDecodingCache
-        except ImportError:
-            raise SystemExit(
-                "the methods suffix* need the package arctic-inference: pip install nanobind "
-                "pybind11 grpcio-tools, then pip install --no-build-isolation --no-deps "
-                "arctic-inference==0.3.0"
-            ) from None
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
         self._cache = SuffixDecodingCache(max_tree_depth=24, max_cached_requests=10_000)
         self._known: dict[str, int] = {}
         self._limits: dict[str, Any] = {"max_spec_tokens": num_nodes}
