@@ -27,12 +27,6 @@ def open_numbers(path: Path) -> Callable[[], Any]:
     return lambda: int(content.body.sum())
 
 
-@pytest.fixture
-def opened(tmp_path):
-    """A file and the function that opens it and returns how to use it; extras have their own."""
-    return numbers_file.write(tmp_path / "file", 3000), open_numbers
-
-
 def truncate(path: Path, whole: bytes) -> None:
     os.truncate(path, 0)
 
@@ -48,13 +42,13 @@ def write_over(path: Path, whole: bytes) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, copy_over, write_over])
-def test_content_in_use_stays(opened, damage, caplog, monkeypatch):
+def test_content_in_use_stays(tmp_path, damage, caplog, monkeypatch):
     """However the file is changed in place; one warning, and complete files are taken up."""
     monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
-    path, open_file = opened
+    path = numbers_file.write(tmp_path / "file", 3000)
     whole = path.read_bytes()
     with caplog.at_level(logging.INFO, logger="vllm_trie.files.watched_file"):
-        watched = WatchedFile(path, open_file, "the file")
+        watched = WatchedFile(path, open_numbers, "the file")
         expected = watched.latest()()
         for _ in range(40):
             damage(path, whole)
@@ -114,10 +108,10 @@ def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
     assert len(watched.latest()) == 2
 
 
-def test_what_is_opened_during_a_copy_is_whole(opened):
-    path, open_file = opened
+def test_what_is_opened_during_a_copy_is_whole(tmp_path):
+    path = numbers_file.write(tmp_path / "file", 3000)
     whole = path.read_bytes()
-    expected = open_file(path)()
+    expected = open_numbers(path)()
     stop = threading.Event()
 
     def copy() -> None:
@@ -130,7 +124,7 @@ def test_what_is_opened_during_a_copy_is_whole(opened):
     try:
         for _ in range(40):
             try:
-                results.append(open_file(path)())
+                results.append(open_numbers(path)())
             except ValueError:
                 continue
     finally:

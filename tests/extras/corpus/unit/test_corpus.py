@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,8 @@ def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
     assert draft() == [5]
     write_corpus(tmp_path / "new", [np.array([3, 4, 9, 3, 4, 9])], 26, fingerprint(VOCABULARY))
     (tmp_path / "new").replace(path)
+    assert draft() == [9]
+    os.truncate(path, 0)
     assert draft() == [9]
     (tmp_path / "new").write_bytes(b"no corpus")
     (tmp_path / "new").replace(path)

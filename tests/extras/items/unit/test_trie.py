@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -181,8 +182,10 @@ def test_an_older_file_stays_until_the_new_one_is_complete(path):
     with pytest.raises(ItemsError):
         build_items(path, read_items(wrong))
     assert path.read_bytes() == before
-    write(path, {(9,): 1})
+    os.truncate(path, 0)
     check_equal(trie, SMALL)  # still in memory
+    write(path, {(9,): 1})
+    check_equal(trie, SMALL)
     check_equal(open_items(path), {(9,): 1})
 
 
@@ -193,6 +196,14 @@ def test_tokens_must_fit_the_vocabulary(path):
     open_items(path, vocab_size=6)
     with pytest.raises(ItemsError, match="it has token 5, the model's vocabulary has 5 tokens"):
         open_items(path, vocab_size=5)
+
+
+def test_another_version_than_the_scheduler_has_is_refused(path):
+    version = open_items(path).version
+    open_items(path, version=version)
+    write(path, {(1, 2): 3})
+    with pytest.raises(ItemsError, match=f"not {version[:16]}"):
+        open_items(path, version=version)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
