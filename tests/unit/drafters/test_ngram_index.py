@@ -15,6 +15,7 @@ from tests.oracles.ngrams.backend import PythonBackend
 from tests.oracles.ngrams.index import MAX_SUCCESSORS, NgramIndex, Node
 from vllm_trie.drafts.ngram_trie.drafter import BLEND
 from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Source, native
+from vllm_trie.tree import depth_first_layout
 
 Gram = tuple[int, ...]
 
@@ -155,6 +156,7 @@ def test_compiled_core_equals_its_twin(
 ):
     backends = (NativeBackend(blend), PythonBackend(blend))
     in_order = candidates and candidates._replace(transitions=None)
+    no_candidates = candidates and Candidates(candidates.tokens[:0], candidates.probabilities[:0])
     drafts = []
     for backend in backends:
         store = backend.new_index(max_order)
@@ -167,18 +169,30 @@ def test_compiled_core_equals_its_twin(
         half = shorter._replace(num_indexed=min(num_indexed, len(text) // 2))
         answered = job._replace(answer=answer, output_begin=max(0, len(text) - 1 - answer))
         heads_alone = Job(None, None, None, tokens, 0, *limits)
+        assert backend.draft_batch([], no_candidates) == []
         drafts.append([*backend.draft_batch([half])])
         drafts[-1] += backend.draft_batch([job, shorter], in_order)
         drafts[-1] += backend.draft_batch([heads_alone, job], candidates)
         drafts[-1] += backend.draft_batch([half, answered, answered])
+        drafts[-1] += backend.draft_batch([job._replace(max_nodes=-3)] * 2)
+        drafts[-1] += backend.draft_batch([job._replace(max_nodes=0), job._replace(max_depth=0)])
         drafts[-1].append((store.num_tokens, store.num_nodes, index.num_nodes))
     assert drafts[0].pop() == drafts[1].pop()
+    assert [draft.tree.num_nodes for draft in drafts[0][-4:]] == [0, 0, 0, 0]
+    max_nodes, max_depth, chain_only, min_probability = limits
     for compiled, readable in zip(*drafts, strict=True):
         assert compiled.used_text == readable.used_text
         assert compiled.tree.token_ids.tolist() == readable.tree.token_ids.tolist()
         assert compiled.tree.parents.tolist() == readable.tree.parents.tolist()
         if compiled.tree.num_nodes:
             assert compiled.tree.probabilities.tolist() == readable.tree.probabilities.tolist()
+            assert compiled.tree.probabilities.min() >= np.float32(min_probability)
+        compiled.tree.validate(9, max_nodes)
+        assert compiled.tree.depths().max(initial=0) <= max_depth
+        assert compiled.tree.is_chain or not chain_only
+        ordered = depth_first_layout(compiled.tree)
+        assert ordered.token_ids.tolist() == compiled.tree.token_ids.tolist()
+        assert ordered.parents.tolist() == compiled.tree.parents.tolist()
 
 
 @settings(max_examples=20)

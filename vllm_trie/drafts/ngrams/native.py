@@ -167,7 +167,7 @@ class PackedJobs:
 
     def __init__(self, jobs: Sequence[Job], blend: bytes, candidates: Candidates | None) -> None:
         parts: list[Any] = [b"", blend]
-        stride = max((job.max_nodes for job in jobs), default=0)
+        stride = max([0, *(job.max_nodes for job in jobs)])
         for job in jobs:
             text, store, archive, tokens, num_indexed, max_nodes, max_depth, chain, least = job[:9]
             recycled, logits_rows, scope, first, number, answer, output_begin, *of_request = job[9:]
@@ -198,7 +198,7 @@ class PackedJobs:
         parts[0] = _PACK_BATCH(len(jobs), stride, *predicted)
         self._bytes = b"".join(parts)
         self._kept = jobs, candidates  # whose memory is read
-        self._rows = np.zeros((len(jobs), 2 + 3 * max(stride, 0)), dtype=np.int32)
+        self._rows = np.zeros((len(jobs), 2 + 3 * stride), dtype=np.int32)
         self._stride = stride
 
     def draft(

@@ -49,32 +49,31 @@ def test_first_node_is_the_first_heads_guess(joint):
 
 
 @pytest.mark.parametrize(
+    "limits",
+    [{}, {"max_nodes": 7, "max_depth": 2}, {"max_nodes": 7, "max_depth": 3, "chain_only": True}],
+    ids=str,
+)
+@pytest.mark.parametrize(
     "options",
     [{}, {"joint": "product"}, {"num_heads": 2, "top_tokens": 5, "max_depth": 2}],
     ids=str,
 )
-def test_trees_are_valid_and_the_same_alone_or_in_a_batch(options):
+def test_trees_are_valid_and_the_same_alone_or_in_a_batch(options, limits):
     heads = random_heads(num_heads=4)
-    batch = describe(make_medusa(heads, **options).propose(make_requests(4)))
+    batch = describe(make_medusa(heads, **options).propose(make_requests(4, **limits)))
     one_by_one = make_medusa(heads, **options)
-    for request, expected in zip(make_requests(4), batch, strict=True):
+    max_depth = min(options.get("max_depth", 50), limits.get("max_depth", 50))
+    for request, expected in zip(make_requests(4, **limits), batch, strict=True):
         tree = one_by_one.propose([request])[0]
         tree.validate(VOCAB, request.max_nodes)
         described = describe([tree])[0]
         assert described[:2] == expected[:2]
         assert described[2] == pytest.approx(expected[2], rel=1e-4)
-        assert tree.depths().max() <= options.get("max_depth", 50)
-
-
-@pytest.mark.parametrize("joint", ["product", "context"])
-def test_limits_of_the_request(joint):
-    drafter = make_medusa(random_heads(num_heads=4), joint=joint)
-    for tree in drafter.propose(make_requests(max_nodes=7, max_depth=2)):
-        assert tree.num_nodes == 7
-        assert tree.depths().max() == 2
-    for tree in drafter.propose(make_requests(chain_only=True, max_nodes=7, max_depth=3)):
-        assert tree.is_chain
-        assert tree.num_nodes == 3
+        assert tree.depths().max() <= max_depth
+        if limits:
+            assert tree.depths().max() == max_depth
+            assert tree.num_nodes == (max_depth if request.chain_only else request.max_nodes)
+        assert tree.is_chain or not request.chain_only
 
 
 def test_released_and_changed_requests():
