@@ -143,7 +143,7 @@ def reasons(llm: Any, names: Iterable[str]) -> dict[str, str | None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(start_check, "_slowdown", lambda *runs: None)  # the interpreter's times
             patch.setattr(start_check, "_LONG_PROMPT", 60)
-            patch.setattr(start_check, "_NUM_TOKENS", 8)
+            patch.setattr(start_check, "NUM_TOKENS", 8)
             if name != "none":  # faults are in steps with drafts, and all is compiled
                 patch.setattr(start_check._Decoder, "compile", lambda self, num_drafts: None)
                 patch.setattr(start_check._Decoder, "run", run_of_interest)

@@ -12,15 +12,15 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import vllm
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
@@ -35,14 +35,17 @@ from vllm_trie.extras.device_checks.engine_steps import (
 )
 from vllm_trie.extras.device_checks.start_check import (
     EVEN,
-    NUM_LIKELIEST,
+    NUM_TOKENS,
     ODD,
+    PROMPT_LENGTH,
     TEMPERATURE,
     Decoded,
     KnownAnswers,
     Prompt,
+    answers_by_prompt,
     margins_of,
     near_tie,
+    random_prompt,
     wrong_token,
 )
 from vllm_trie.hooks import ledger, plugin
@@ -57,9 +60,6 @@ if TYPE_CHECKING:
     from vllm_trie.drafts.engine.verifier import TreeVerifier
 
 logger = init_logger(__name__)
-
-_NUM_TOKENS = 24
-_PROMPT_LENGTH = 12
 
 
 @Symbols("v1.engine.core:", TESTED).wraps(
@@ -146,37 +146,28 @@ class _Check:
         self._allowed = near_tie(dtype)
         self._ids = (f"_vllm_trie_release_{number}" for number in itertools.count())
         room = model.max_model_len - 1
-        length = max(1, min(_PROMPT_LENGTH, room // 3))
-        self._num_tokens = min(_NUM_TOKENS, room - length)
+        length = max(1, min(PROMPT_LENGTH, room // 3))
+        self._num_tokens = min(NUM_TOKENS, room - length)
         block_size: int = core.scheduler.block_size  # type: ignore[attr-defined]
         long = max(length, min(2 * block_size + 3, room - self._num_tokens))
-        self.prompts = [
-            self._prompt(0, length),
-            self._prompt(1, length, temperature=TEMPERATURE, seed=1),
-            self._prompt(2, length, has_grammar=True),
-            self._prompt(3, long),
-        ]
-
-    def _prompt(self, number: int, length: int, has_grammar: bool = False, **params: Any) -> Prompt:
-        tokens = np.random.default_rng(number).integers(0, self._vocab_size, length).tolist()
-        sampling = SamplingParams(
-            **{"temperature": 0.0, **params},
+        prompt = partial(
+            random_prompt,
+            vocab_size=self._vocab_size,
             max_tokens=self._num_tokens,
-            ignore_eos=True,
             detokenize=False,
-            logprobs=NUM_LIKELIEST,
-            watermarking=False,
-            structured_outputs=StructuredOutputsParams(json_object=True) if has_grammar else None,
         )
-        return Prompt(tokens, sampling, has_grammar)
+        json_object = StructuredOutputsParams(json_object=True)
+        self.prompts = [
+            prompt(0, length),
+            prompt(1, length, temperature=TEMPERATURE, seed=1),
+            prompt(2, length, has_grammar=True, structured_outputs=json_object),
+            prompt(3, long),
+        ]
 
     def reason_against_drafts(self, plain: Decoded) -> str | None:
         """Return what speaks against drafts, None if nothing does; leave the drafters as they
         were."""
-        answers = {
-            tuple(prompt.token_ids): tokens
-            for prompt, tokens in zip(self.prompts, plain.tokens, strict=True)
-        }
+        answers = answers_by_prompt(self.prompts, plain)
         self._core.collective_rpc(_begin_answers, args=(answers,))
         try:
             drafted = self.decoded(with_drafts=True)

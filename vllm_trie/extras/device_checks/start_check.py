@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,9 +47,9 @@ TOO_UNLIKELY = 8.0
 """Difference of log-probabilities from the likeliest token. At the check's temperature a token that
 far off has a chance of exp(-20)."""
 TEMPERATURE = 0.4
-_PROMPT_LENGTH = 12
+PROMPT_LENGTH = 12
 _LONG_PROMPT = 2048
-_NUM_TOKENS = 24
+NUM_TOKENS = 24
 """Output tokens of each prompt."""
 _ERROR_EVERY = 5  # drafts with a wrong token among them
 _ALIGNED = 16
@@ -90,6 +91,26 @@ class Decoded(NamedTuple):
     """Median of the decoding steps."""
     tokens_per_step: float
     """Mean of one request's tokens in the decoding steps."""
+
+
+def random_prompt(
+    number: int, length: int, vocab_size: int, has_grammar: bool = False, **params: Any
+) -> Prompt:
+    """Return the request of a number, greedy if `params`, those of sampling, say nothing else."""
+    token_ids = np.random.default_rng(number).integers(0, vocab_size, max(length, 0)).tolist()
+    options = {"temperature": 0.0, "logprobs": NUM_LIKELIEST, **params}
+    sampling = SamplingParams(**options, ignore_eos=True, watermarking=False)
+    return Prompt(token_ids, sampling, has_grammar)
+
+
+def answers_by_prompt(
+    prompts: Sequence[Prompt], plain: Decoded
+) -> dict[tuple[int, ...], list[int]]:
+    """Return what plain decoding gave, as :class:`KnownAnswers` takes it."""
+    return {
+        tuple(prompt.token_ids): tokens
+        for prompt, tokens in zip(prompts, plain.tokens, strict=True)
+    }
 
 
 class KnownAnswers(Drafter):
@@ -186,10 +207,7 @@ def _compare(decoder: _Decoder, adapter: V2Adapter, budget: NodeBudget | None) -
     guard = adapter.trees.guard
     decoder.run("compiling_plain", num_drafts=0)
     plain = decoder.run("plain", num_drafts=0)
-    answers = {
-        tuple(prompt.token_ids): tokens
-        for prompt, tokens in zip(decoder.prompts, plain.tokens, strict=True)
-    }
+    answers = answers_by_prompt(decoder.prompts, plain)
     guard.drafter = KnownAnswers(guard.drafter.context, answers)
     adapter.start_drafting()
     decoder.compile(adapter.num_draft_tokens)
@@ -298,30 +316,19 @@ class _Decoder:
         self._drafts_first = True
         self._is_async = runner.scheduler_config.async_scheduling
         dummy = LoRARequest("warmup_1", 1, "no path") if runner.lora_config else None
+        prompt = partial(random_prompt, vocab_size=runner.vocab_size, max_tokens=10**6)
         self.prompts = self._fitting(
             [
-                self._prompt(0, _PROMPT_LENGTH),
-                self._prompt(1, _PROMPT_LENGTH, temperature=TEMPERATURE, seed=1),
-                self._prompt(2, _PROMPT_LENGTH, has_grammar=True),
-                self._prompt(3, _PROMPT_LENGTH)._replace(adapter=dummy),
-                self._prompt(4, min(_LONG_PROMPT, runner.max_model_len - self._room(0))),
+                prompt(0, PROMPT_LENGTH),
+                prompt(1, PROMPT_LENGTH, temperature=TEMPERATURE, seed=1),
+                prompt(2, PROMPT_LENGTH, has_grammar=True),
+                prompt(3, PROMPT_LENGTH)._replace(adapter=dummy),
+                prompt(4, min(_LONG_PROMPT, runner.max_model_len - self._room(0))),
             ]
         )
 
-    def _prompt(self, number: int, length: int, has_grammar: bool = False, **params: Any) -> Prompt:
-        generator = np.random.default_rng(number)
-        sampling = SamplingParams(
-            **{"temperature": 0.0, **params},
-            max_tokens=10**6,
-            ignore_eos=True,
-            logprobs=NUM_LIKELIEST,
-            watermarking=False,
-        )
-        token_ids = generator.integers(0, self._runner.vocab_size, max(length, 0)).tolist()
-        return Prompt(token_ids, sampling, has_grammar)
-
     def _room(self, length: int) -> int:
-        return length + _NUM_TOKENS + self._runner.decode_query_len
+        return length + NUM_TOKENS + self._runner.decode_query_len
 
     def _fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts that the engine has room for, together."""
@@ -331,7 +338,7 @@ class _Decoder:
         for prompt in prompts:
             length = len(prompt.token_ids)
             blocks += sum(self._count_blocks(self._room(length), spec) for spec in self._specs)
-            tokens += max(min(length, _PROMPT_LENGTH), runner.decode_query_len)
+            tokens += max(min(length, PROMPT_LENGTH), runner.decode_query_len)
             has_room = (
                 length > 0
                 and self._room(length) <= runner.max_model_len
@@ -371,13 +378,13 @@ class _Decoder:
         self._runner.kv_connector.set_disabled(True)
         try:
             self._prefill(names, output)
-            while min(map(len, output.tokens)) < _NUM_TOKENS:
+            while min(map(len, output.tokens)) < NUM_TOKENS:
                 launches.append(time.perf_counter())
                 lengths = [*map(len, output.tokens)]
                 if not num_drafts:
                     lengths = [num_launched] * len(names)
                     num_launched += 1
-                running = [i for i, n in enumerate(lengths) if n < _NUM_TOKENS]
+                running = [i for i, n in enumerate(lengths) if n < NUM_TOKENS]
                 if running:
                     queued.append(self._launch(names, lengths, running, num_drafts))
                 if num_drafts or not self._is_async or len(queued) > 1 or not running:
@@ -388,7 +395,7 @@ class _Decoder:
             ended.finished_req_ids = set(names)
             self._worker.execute_model(ended)
             self._runner.kv_connector.set_disabled(False)
-        shortened = [tokens[:_NUM_TOKENS] for tokens in output.tokens]
+        shortened = [tokens[:NUM_TOKENS] for tokens in output.tokens]
         seconds = statistics.median(np.diff(launches))
         return Decoded(shortened, output.margins, seconds, statistics.fmean(counts))
 

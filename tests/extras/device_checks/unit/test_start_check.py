@@ -216,7 +216,7 @@ def _check_on_rank(said: Any, number: int, file: Path) -> None:
     group = GroupCoordinator([[0, 1]], number, "gloo", **options)
     drafting_worker.get_tp_group = lambda: group
     start_check._Decoder = _Steps  # type: ignore[misc]
-    start_check._NUM_TOKENS = 3
+    start_check.NUM_TOKENS = 3
     start_check._slowdown = lambda *runs: None
     said.put((number, [_Rank(group, fails_in[number]).check() for fails_in in RANKS_FAIL_IN]))
 
