@@ -68,7 +68,10 @@ def has_random_weights(vllm_config: VllmConfig) -> bool:
     return vllm_config.load_config.load_format == "dummy"
 
 
-@_core.wraps("EngineCore.__init__", "checks searches on a GPU before it serves")
+@_core.wraps(
+    "EngineCore.__init__",
+    "checks searches before it serves, on a GPU or on a release that is not listed",
+)
 def engine_core_init(
     original: Callable[..., None], self: EngineCore, *args: object, **kwargs: object
 ) -> None:
