@@ -6,26 +6,16 @@ import math
 import os
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class FrozenModel(Protocol):
-    """The interface of a model in training; `Backbone` implements it."""
-
-    path: str
-    device: torch.device
-    output_weight: Tensor
-
-    def hidden_states(self, token_ids: Tensor) -> Tensor: ...
-
-    def predictions(self, hidden: Tensor) -> Tensor: ...
+from vllm_trie.extras.heads.training.backbone import Backbone
 
 
-def training_inputs(model: FrozenModel, rows: np.ndarray) -> dict[str, Any]:
+def training_inputs(model: Backbone, rows: np.ndarray) -> dict[str, Any]:
     """Identify what a run trains on: the text, as rows, and the model."""
     # Further training of a model changes every row of its output layer; reading all takes long.
     weights = model.output_weight[::64].cpu().numpy()
@@ -44,7 +34,7 @@ class StateCache:
     bfloat16 states, and predictions plus 1, so that 0 says that a row was not computed yet.
     """
 
-    def __init__(self, folder: Path, model: FrozenModel, rows: np.ndarray) -> None:
+    def __init__(self, folder: Path, model: Backbone, rows: np.ndarray) -> None:
         """Open or make the files.
 
         Args:

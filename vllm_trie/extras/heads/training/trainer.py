@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_trie.extras.heads.heads import HeadsShape, MedusaHeads
-from vllm_trie.extras.heads.training.states import FrozenModel, StateCache, training_inputs
+from vllm_trie.extras.heads.training.backbone import Backbone
+from vllm_trie.extras.heads.training.states import StateCache, training_inputs
 from vllm_trie.extras.heads.training.text import TokenRows
 
 _IGNORED = -100
@@ -67,7 +68,7 @@ class Trainer:
 
     def __init__(
         self,
-        backbone: FrozenModel,
+        backbone: Backbone,
         rows: TokenRows,
         plan: TrainingPlan,
         shape: HeadsShape,
