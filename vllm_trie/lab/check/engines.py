@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 NODES = 32
 """Nodes of a draft tree; chains take as many tokens at most."""
 CHAIN_TOKENS = 8
-CACHE_SALT = "validate"
-"""Of all requests: the seeded ones find the prompts of the greedy ones in the prefix cache."""
 
 
 def prompts(settings: Settings) -> list[list[int]]:
@@ -65,8 +63,7 @@ def decode(
     """
     outputs: list[list[int]] = [[] for _ in texts]
     steps = 0
-    decoded = local_engine.decode_steps(llm, texts, params, CACHE_SALT)
-    for step in chain.from_iterable(decoded):
+    for step in chain.from_iterable(local_engine.decode_steps(llm, texts, params)):
         outputs[step.prompt] += step.tokens
         steps += bool(step.tokens)
     after_first = sum(map(len, outputs)) - len(outputs)

@@ -16,7 +16,6 @@ from vllm_trie.extras.device_checks.start_check import (
     near_tie,
 )
 from vllm_trie.lab.check.engines import (
-    CACHE_SALT,
     CHAIN_TOKENS,
     NODES,
     decode,
@@ -54,7 +53,7 @@ def decode_plainly(settings: Settings, dtype: str) -> Outcome:
     texts = prompts(settings)
     llm = _start(settings, dtype, texts)
     params = _params(settings, len(texts), logprobs=NUM_LIKELIEST)
-    greedy = llm.generate(inputs_of(texts, CACHE_SALT), params, use_tqdm=False)
+    greedy = llm.generate(inputs_of(texts), params, use_tqdm=False)
     seeded, _ = decode(llm, texts, _params(settings, len(texts), seeded=True))
     outputs = [
         PlainOutput(
