@@ -158,12 +158,16 @@ def read_questions(path: Path) -> list[str]:
     Raises:
         ValueError: The file has no question, or a line without one.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    if path.suffix == ".jsonl":
-        lines = [_question(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
-    if not lines:
+    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+    is_jsonl = path.suffix == ".jsonl"
+    questions = [
+        _question(line, f"{path}, line {number}") if is_jsonl else line
+        for number, line in lines
+        if line.strip()
+    ]
+    if not questions:
         raise ValueError(f"--prompts {path}: no question in it; write one a line")
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(questions))
 
 
 def _question(line: str, where: str) -> str:

@@ -143,7 +143,7 @@ def test_files_of_questions(tmp_path):
     for content, message in (
         ("", "no question"),
         ("{", "line 1 is not JSON"),
-        ('{"prompt": "a"}\n{"turns": [3]}', "line 2 has none"),
+        ('{"prompt": "a"}\n\n{"turns": [3]}', "line 3 has none"),
         ("[1]", "line 1 has none"),
     ):
         with pytest.raises(ValueError, match=message):
