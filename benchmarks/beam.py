@@ -108,7 +108,7 @@ class Bench:
     """The engine, the model of `transformers`, and the four ways to run a load."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
         from vllm import LLM
 
         self._detokenize = not options.wide
@@ -134,16 +134,12 @@ class Bench:
             cache.zero_()  # memory is mapped at its first use, which is not a search's time
         self._catalogues = options.catalogues
         self.block_size = scheduler_of(self._llm).block_size
-        config = AutoConfig.from_pretrained(options.model).get_text_config()
-        head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         dtype = self._llm.llm_engine.vllm_config.model_config.dtype
         if "hf" in options.methods:
             hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
             self._hf = hf.to(options.device).eval()
             self._hf.generation_config.eos_token_id = None
-        self.kv_bytes = (
-            2 * dtype.itemsize * config.num_hidden_layers * config.num_key_value_heads * head_size
-        )
+        self.kv_bytes = local_engine.token_kv_bytes(options.model, dtype.itemsize)
 
     def model_class(self) -> type:
         """Return the class of the engine's model."""

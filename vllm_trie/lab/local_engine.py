@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from vllm_trie.tree import TokenTree
@@ -209,14 +210,22 @@ def engine(model: str, **settings: Any) -> Iterator[LLM]:
 
 def _kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int, dtype: str) -> int:
     """Return the size of a KV cache for the largest batch of the longest sequences."""
-    config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    value_bytes = 2 if dtype in ("bfloat16", "float16") else 4
-    per_token = 2 * config.num_hidden_layers * heads * head_size * value_bytes
+    per_token = token_kv_bytes(model, 2 if dtype in ("bfloat16", "float16") else 4)
     return max(64 << 20, int(1.25 * per_token * (max_model_len + 256) * (max_num_seqs + 1)))
+
+
+def token_kv_bytes(model: str, itemsize: int) -> int:
+    """Return the bytes of one token's keys and values in all layers, of `itemsize` each."""
+    config = text_config(model)
+    num_layers: int = config.num_hidden_layers
+    return 2 * itemsize * num_layers * prod(kv_shape(config))
+
+
+def kv_shape(config: Any) -> tuple[int, int]:
+    """Return the number of KV heads and their size, of a Hugging Face configuration."""
+    num_heads: int = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return num_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // num_heads
 
 
 def text_config(model: str) -> Any:

@@ -28,7 +28,7 @@ from vllm_trie.extras.device_checks.kernel_check import (
     relative_error,
 )
 from vllm_trie.lab.check.parts import Outcome, Settings
-from vllm_trie.lab.local_engine import text_config
+from vllm_trie.lab.local_engine import kv_shape, text_config
 
 TYPICAL_LAYERS = (
     LayerShape(32, 8, 128, 16, torch.bfloat16),
@@ -102,9 +102,7 @@ def _model_layers(model: str) -> list[LayerShape]:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return []
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return [LayerShape(heads, kv_heads, size, 16, dtype) for dtype in TOLERANCE]
+    return [LayerShape(heads, *kv_shape(config), 16, dtype) for dtype in TOLERANCE]
 
 
 def check_cpu_kernel(shape: LayerShape, device: torch.device) -> KernelCheck:
