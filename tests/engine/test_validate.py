@@ -44,7 +44,7 @@ def test_a_quick_run_of_a_part(tmp_path):
 def settings(tmp_path_factory):
     load_general_plugins()  # before anything is broken: the plugin looks at what it patches
     folder = tmp_path_factory.mktemp("validate")
-    return Settings(model=str(model_path()), heads=None, shipped=True, quick=True, folder=folder)
+    return Settings(model=str(model_path()), heads=None, quick=True, folder=folder)
 
 
 @pytest.fixture
@@ -139,8 +139,7 @@ def test_what_is_refused_does_not_apply(run, settings, monkeypatch):
     assert outcome.status == "not applicable"
     assert "VLLM_TRIE_BEAM=0" in outcome.summary
 
-    without_heads = settings.model_copy(update={"shipped": False})
-    outcome = identity.compare_method(without_heads, "float32", "medusa_dynamic", "tree")
+    outcome = identity.compare_method(settings, "float32", "medusa_dynamic", "tree")
     assert (outcome.status, outcome.summary) == ("not applicable", "no heads: --heads names them")
 
     shared = identity.start_engine

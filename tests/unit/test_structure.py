@@ -59,6 +59,7 @@ FLOORS = {
         "cache tiny_model drawings",
         "smollm2",
         "local_engine",
+        "models",
         "explore corpus",
         "demo",
         "check",

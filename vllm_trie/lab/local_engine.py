@@ -235,25 +235,6 @@ def text_config(model: str) -> Any:
     return AutoConfig.from_pretrained(model).get_text_config()
 
 
-def model_or_shipped(model: str | None) -> str:
-    """Return a model's name, or the folder of the model that ships.
-
-    Raises:
-        typer.BadParameter: This build has none.
-    """
-    if model is not None:
-        return model
-    import typer
-
-    from vllm_trie.lab.tiny_model import model_path
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        return str(model_path())
-    except FileNotFoundError as error:
-        raise typer.BadParameter(f"{error}; or name one", param_hint="--model") from None
-
-
 def load_tokenizer(name: str) -> Any:
     """Return a model's tokenizer from Transformers.
 

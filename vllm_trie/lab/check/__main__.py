@@ -10,7 +10,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from vllm_trie.lab import local_engine
+from vllm_trie.lab import local_engine, models
 from vllm_trie.lab.check.parts import Outcome, Part, Settings
 
 
@@ -19,7 +19,7 @@ def main(part_json: str, settings_json: str, result: str) -> None:
     part = Part.model_validate_json(part_json)
     settings = Settings.model_validate_json(settings_json)
     environment = dict(local_engine.ENVIRONMENT)
-    if not settings.shipped:
+    if not models.is_shipped(settings.model):
         del environment["OMP_NUM_THREADS"]  # other models gain from all cores
     local_engine.set_environment(verbose=True, defaults=environment)
     module, _, function = part.work.partition(":")

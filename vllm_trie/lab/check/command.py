@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_trie.lab import local_engine
+from vllm_trie.lab import local_engine, models
 from vllm_trie.lab.check.parts import SHIPPED_DTYPE, Part, Settings, all_parts
 from vllm_trie.lab.check.processes import run_parts
 from vllm_trie.lab.check.report import Report, safe_options
@@ -54,9 +54,9 @@ def validate(
 
     Prints a report in Markdown. Exit status 1 if a part failed.
     """
-    usual = _dtypes(model, quick)
+    path = models.model_or_shipped(model)
+    usual = _dtypes(path, quick)
     parts = _parts(quick, dtype or usual, part or ())
-    path = local_engine.model_or_shipped(model)
     console = Console(stderr=True, highlight=False)
     command = " ".join(["vllm-trie", *sys.argv[1:]])
     report = Report(command=command, model=path, started=datetime.now(UTC))
@@ -64,9 +64,8 @@ def validate(
     # The processes of parts end with this one, whoever ends it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="vllm-trie-") as folder, console.status("") as status:
-        settings = Settings(
-            model=path, heads=heads, shipped=model is None, quick=quick, folder=Path(folder)
-        )
+        heads = heads or models.shipped_heads(path)
+        settings = Settings(model=path, heads=heads, quick=quick, folder=Path(folder))
         for done in run_parts(
             parts,
             settings,
@@ -106,10 +105,10 @@ def _parts(quick: bool, dtypes: list[str], names: Sequence[str]) -> list[Part]:
     return [part for part in parts if part in chosen or part.name in needed]
 
 
-def _dtypes(model: str | None, quick: bool) -> list[str]:
+def _dtypes(model: str, quick: bool) -> list[str]:
     """Return float32, and without `quick` the model's own dtype."""
     model_dtype = SHIPPED_DTYPE
-    if model is not None:
+    if not models.is_shipped(model):
         try:
             dtype = local_engine.text_config(model).dtype
         except (OSError, ValueError) as error:

@@ -24,7 +24,6 @@ from vllm_trie.lab.check.engines import (
 )
 from vllm_trie.lab.check.parts import Outcome, Settings
 from vllm_trie.lab.local_engine import inputs_of, without_memory
-from vllm_trie.lab.tiny_model import medusa_path
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -93,10 +92,9 @@ def compare_method(settings: Settings, dtype: str, method: str, verification: st
         **without_memory(method),  # wrong drafts too: the prompts come twice
     }
     if method == "medusa_dynamic":
-        heads = str(medusa_path()) if settings.shipped else settings.heads
-        if heads is None:
+        if settings.heads is None:
             return Outcome(status="not applicable", summary="no heads: --heads names them")
-        config["model"] = heads
+        config["model"] = settings.heads
     if method == "trie_union":
         config["drafters"] = ["ngram_trie"]
     try:

@@ -23,8 +23,6 @@ class Settings(BaseModel):
     """Folder or name."""
     heads: str | None
     """Folder or name of Medusa heads for the model; None without."""
-    shipped: bool
-    """Whether the model is the one that ships."""
     quick: bool
     folder: Path
     """For files that pass from one part to later ones."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_trie.lab.drawings.beam import draw_text
-from vllm_trie.lab.local_engine import model_or_shipped
+from vllm_trie.lab.models import model_or_shipped
 from vllm_trie.searches.trace import SearchTrace
 
 app = typer.Typer(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from vllm_trie.extras.traces.trace_file import Trace, read_trace
-from vllm_trie.lab import local_engine
+from vllm_trie.lab import local_engine, models
 from vllm_trie.lab.explore.page import Beams, page
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -95,7 +95,8 @@ def _page_of_files(paths: Sequence[Path], model: str | None) -> str:
         traces = [read_trace(path) for path in paths]
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from None
-    return page(traces, local_engine.load_tokenizer(model or traces[0].header.tokenizer).decode)
+    path = models.model_or_shipped(model or traces[0].header.tokenizer)
+    return page(traces, local_engine.load_tokenizer(path).decode)
 
 
 def _page_of_runs(
@@ -109,7 +110,11 @@ def _page_of_runs(
 ) -> str:
     from vllm_trie.lab.tiny_model.chat_prompts import chat_prompts, prompt_tokens
 
-    path = local_engine.model_or_shipped(model)
+    path = models.model_or_shipped(model)
+    configs = {
+        method: None if method == PLAIN else models.speculative_config(method, path, nodes)
+        for method in methods
+    }
     tokenizer = local_engine.load_tokenizer(path)
     token_ids = prompt_tokens(tokenizer, prompt or chat_prompts()[0].message)
     length = local_engine.checked_length(path, [token_ids], max_tokens, nodes)
@@ -121,12 +126,12 @@ def _page_of_runs(
         from vllm_trie.lab.explore.record import record, record_beams
 
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        for method in methods:
+        for method, config in configs.items():
             with local_engine.engine(
                 path,
                 max_model_len=length,
                 max_num_seqs=1,
-                speculative_config=_speculative_config(method, nodes, model is None, folder),
+                speculative_config=config and {**config, "trace_path": folder},
             ) as llm:
                 warm_up = SamplingParams(temperature=0.0, max_tokens=4)
                 record(llm, method, token_ids, warm_up, Path(folder))
@@ -137,25 +142,3 @@ def _page_of_runs(
             ) as llm:
                 beams = record_beams(llm, beam_width, token_ids, max_tokens)
     return page(traces, tokenizer.decode, beams)
-
-
-def _speculative_config(
-    method: str, nodes: int, is_shipped: bool, trace_path: str
-) -> dict[str, Any] | None:
-    if method == PLAIN:
-        return None
-    settings: dict[str, object] = {
-        "method": method,
-        "num_speculative_tokens": nodes,
-        "trace_path": trace_path,
-    }
-    if method in ("medusa_dynamic", "trie_union"):
-        if not is_shipped:
-            raise typer.BadParameter(
-                f"{method!r} needs heads of the model, which are there for the shipped model only",
-                param_hint="--method",
-            )
-        from vllm_trie.lab.tiny_model import medusa_path
-
-        settings["model"] = str(medusa_path())
-    return {**settings, **local_engine.without_memory(method)}

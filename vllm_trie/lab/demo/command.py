@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vllm_trie.lab import local_engine, smollm2
-from vllm_trie.lab.tiny_model import model_path
+from vllm_trie.lab import local_engine, models, smollm2
 
 if TYPE_CHECKING:
     from vllm_trie.lab.demo.measure import ObservedStep, Row
@@ -77,8 +76,9 @@ def demo(
             param_hint="--method",
         )
     path, reason = _found(model)
-    is_shipped = Path(path) == model_path()
-    settings = Settings(path, is_shipped, method, nodes, batch_size, max_tokens, repeats, verbose)
+    settings = Settings(
+        path, models.is_shipped(path), method, nodes, batch_size, max_tokens, repeats, verbose
+    )
     rows = _run(settings, reason)
     if json_path is not None:
         flat = report.json_rows(rows, nodes, batch_size)
@@ -120,15 +120,12 @@ def _run(settings: Settings, reason: str) -> list[Row]:
 
 def _found(model: str | None) -> tuple[str, str]:
     """Return the model's folder or name, and why it is not the one that was meant."""
-    if model is not None and model != smollm2.NAME:
-        return model, ""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if model is not None:
+        return models.model_or_shipped(model), ""
     try:
-        return str(smollm2.fetch()), ""
-    except smollm2.FetchError as error:
-        if model is not None:
-            raise typer.BadParameter(str(error), param_hint="--model") from None
-        return _or_exit(model_path), f"; {error}"
+        return models.model_or_shipped(smollm2.NAME), ""
+    except typer.BadParameter as error:
+        return models.model_or_shipped(None), f"; {error}"
 
 
 def _measure(
@@ -227,26 +224,14 @@ def _tokenized(path: str, messages: Sequence[str]) -> tuple[Any, list[list[int]]
 
 def _speculative_configs(settings: Settings) -> dict[str, dict[str, Any] | None]:
     """Return vLLM's `speculative_config` by engine: plain vLLM, its own methods, the method."""
-    options: dict[str, Any] = {"num_speculative_tokens": settings.nodes}
-    if settings.method.startswith("medusa"):
-        from vllm_trie.lab.tiny_model import medusa_path
-
-        options["model"] = _or_exit(medusa_path)
     peers = dict(_PEERS)
     if importlib.util.find_spec("arctic_inference") is None:
         del peers["suffix"]
     return {
         "plain": None,
         **{
-            method: {"method": method, **chosen, **local_engine.without_memory(method)}
-            for method, chosen in [*peers.items(), (settings.method, options)]
+            peer: {"method": peer, **options, **local_engine.without_memory(peer)}
+            for peer, options in peers.items()
         },
+        settings.method: models.speculative_config(settings.method, settings.model, settings.nodes),
     }
-
-
-def _or_exit(find: Callable[[], Path]) -> str:
-    try:
-        return str(find())
-    except FileNotFoundError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None

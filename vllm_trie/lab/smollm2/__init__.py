@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_trie.lab.smollm2.download import NAME, FetchError, fetch, model_folder
+from vllm_trie.lab.smollm2.download import FOLDER_NAME, NAME, FetchError, fetch, model_folder
 
-__all__ = ["NAME", "FetchError", "fetch", "medusa_path", "model_folder"]
+__all__ = ["FOLDER_NAME", "NAME", "FetchError", "fetch", "medusa_path", "model_folder"]
 
 
 def medusa_path() -> Path:

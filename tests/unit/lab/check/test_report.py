@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from vllm_trie import cli
 from vllm_trie.drafts import registry
+from vllm_trie.lab import tiny_model
 from vllm_trie.lab.check import command
 from vllm_trie.lab.check.identity import PlainOutput, judge, unlikely
-from vllm_trie.lab.check.parts import METHODS, Part, all_parts
+from vllm_trie.lab.check.parts import METHODS, Part, Settings, all_parts
 from vllm_trie.lab.check.report import PartReport, Report, safe_options
 
 runner = CliRunner()
@@ -135,7 +136,10 @@ def acted(monkeypatch):
     """Parts end as this says, by name; those that it does not name pass."""
     ends: dict[str, Any] = {}
 
-    def run_parts(parts: list[Part], *rest: Any, **options: Any) -> Iterator[PartReport]:
+    def run_parts(
+        parts: list[Part], settings: Settings, *rest: Any, **options: Any
+    ) -> Iterator[PartReport]:
+        ends["heads"] = settings.heads
         for entry in parts:
             yield part(entry.name, ends.get(entry.name, "passed"))
 
@@ -166,6 +170,17 @@ def test_parts_can_be_chosen_and_bring_what_they_need(acted):
         "| plain vLLM, bfloat16",
         "| ngram_trie, trees, bfloat16",
     ]
+
+
+def test_heads_ship_for_models_that_ship_and_can_be_others(acted):
+    shipped = str(tiny_model.medusa_path())
+    for arguments, heads in (
+        ([], shipped),
+        (["--model", str(tiny_model.model_path())], shipped),
+        (["--heads", "mine"], "mine"),
+    ):
+        runner.invoke(cli.app, ["validate", "--quick", *arguments])
+        assert acted["heads"] == heads
 
 
 @pytest.mark.parametrize(
