@@ -25,7 +25,6 @@ _OF_EXTRAS = {
     for name, (module, summary) in commands.items()
 }
 GROUPS = {
-    "beam": "vllm_trie.lab.commands.beam",
     "demo": "vllm_trie.lab.demo.command",
     "explore": "vllm_trie.lab.commands.explore",
     "validate": "vllm_trie.lab.check.command",
@@ -34,19 +33,14 @@ GROUPS = {
 """Commands that live in other modules, each as a typer application named ``app``."""
 
 
-SUMMARIES = {
-    "beam": "Run a beam search and draw it: which branches were kept, dropped and finished.",
-    **{name: summary for name, (_, summary) in _OF_EXTRAS.items()},
-}
+SUMMARIES = {name: summary for name, (_, summary) in _OF_EXTRAS.items()}
 """The help of these groups, so that `--help` lists them without their imports."""
 
 
 _REMOVED = {
     "store": "an engine's log says at its start how many texts it read",
     "beam check": 'take `vllm-trie validate --part "beam search"`',
-    "beam draw": "take `vllm-trie explore`",
-    "beam run --svg": "take `vllm-trie explore`",
-    "beam run --json": "take SamplingParams(extra_args={'beam_trace': True})",
+    "beam": "take `vllm-trie explore --beam-width 4`, or `beam_trace` of a request",
     "demo --svg": "take `vllm-trie explore`",
     "demo --html": "take `vllm-trie explore`",
 }
@@ -121,7 +115,7 @@ def main() -> None:
         command, _, option = removed.partition(" --")
         path = command.split()
         if words[: len(path)] == path and (not option or f"--{option}" in words):
-            sys.exit(f"error: `vllm-trie {removed}` is gone since 0.5; {instead}")
+            sys.exit(f"error: `vllm-trie {removed}` is gone; {instead}")
     app(prog_name="vllm-trie")
 
 

@@ -56,7 +56,7 @@ FLOORS = {
         "constraint beam_support", "search_wire", "frontend scheduler worker"
     ),
     "vllm_trie.lab": floors(
-        "cache tiny_model drawings",
+        "cache tiny_model tree_text",
         "smollm2",
         "local_engine",
         "models",

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_trie.lab.demo.measure import PLAIN, ObservedStep, Row
-from vllm_trie.lab.drawings.tree import draw_text
+from vllm_trie.lab.tree_text import draw_text
 
 _SHOWN_BEFORE = 240  # characters of output shown before the drawn step
 _JSON_KEYS = ("nodes", "tokens_per_step", "nodes_per_step", "identical")

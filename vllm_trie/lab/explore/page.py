@@ -18,8 +18,8 @@ from string import Template
 from typing import Any, NamedTuple
 
 from vllm_trie.extras.traces.trace_file import Step, Trace
-from vllm_trie.lab.drawings.tree import visible_text
 from vllm_trie.lab.explore.origins import origins
+from vllm_trie.lab.tree_text import visible_text
 from vllm_trie.searches.trace import SearchTrace
 
 Decode = Callable[[Sequence[int]], str]

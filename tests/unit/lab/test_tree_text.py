@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import token_trees
-from vllm_trie.lab.drawings.tree import draw_text, visible_text
+from vllm_trie.lab.tree_text import draw_text, visible_text
 from vllm_trie.tree import TokenTree
 
 TREE = TokenTree.from_lists([1, 2, 3], [-1, 0, -1], [0.7, 0.5, 0.004])

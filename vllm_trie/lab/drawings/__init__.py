@@ -1,3 +1,0 @@
-"""Token trees and finished searches as text and SVG."""
-
-__all__: list[str] = []
