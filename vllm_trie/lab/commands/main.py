@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_trie.command_errors import errors_end_the_command
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,11 +30,8 @@ def model_path(
     """Print the folder of the small model that ships with the package."""
     from vllm_trie.lab import tiny_model
 
-    try:
+    with errors_end_the_command():
         typer.echo(tiny_model.medusa_path() if medusa else tiny_model.model_path())
-    except FileNotFoundError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -48,11 +47,8 @@ def fetch_model(
     """
     from vllm_trie.lab import smollm2
 
-    try:
+    with errors_end_the_command():
         typer.echo(smollm2.medusa_path() if medusa else smollm2.fetch())
-    except smollm2.FetchError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -79,7 +75,6 @@ def doctor(
 
     from rich.console import Console
 
-    from vllm_trie.command_errors import errors_end_the_command
     from vllm_trie.lab.check import doctor, other_vllm
 
     if vllm is not None and quick:
