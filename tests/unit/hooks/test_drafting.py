@@ -160,8 +160,12 @@ def test_a_drafter_that_takes_too_long_rests_longer_each_time(clock, caplog, rai
         assert sizes(guarded.propose(requests("ac"))) == [0, 0]
         assert drafter.asked == [["a", "b", "c"]] * number
         clock.now += 2
-    first = caplog.messages[0]
-    assert f"longer than draft_timeout_s={LIMIT_S}; drafting rests for 60 s" in first
+    clock.now += 10 * LONGEST_PAUSE_S
+    guarded.propose(requests("abc"))
+    said = [record.getMessage() for record in dict.fromkeys(caplog.records)]
+    assert len(said) == 9, "each pause is said"
+    for message in (said[0], said[-1]):  # one that comes long after the others is the first again
+        assert f"longer than draft_timeout_s={LIMIT_S}; drafting rests for 60 s" in message
 
 
 def test_requests_that_end_in_a_pause_are_told_after_it_without_their_text(clock):
@@ -171,13 +175,20 @@ def test_requests_that_end_in_a_pause_are_told_after_it_without_their_text(clock
 
     drafter = ScriptedDrafter({"b": dawdle})
     guarded = guard(drafter, LIMIT_S)
+    drafter.at_end = lambda request: arguments.append(request.extra_args)
+    arguments: list[Any] = []
+    guarded.read_prompts(requests("d"))
+    guarded.prepare(requests("e"), [0], 1)
     guarded.propose(requests("b"))
-    guarded.release("b", make_request([1, 2, 3, 4], "b", num_prompt_tokens=3))
+    for name in "bdef":
+        request = make_request([1, 2, 3, 4], name, 3, extra_args={"prediction": [1] * 1000})
+        guarded.release(name, request)
     guarded.release("never drafted", None)
     assert drafter.ended == {}
     clock.now += FIRST_PAUSE_S
     assert sizes(guarded.propose(requests("ac"))) == [GOOD.num_nodes] * 2
-    assert drafter.ended == {"b": []}, "texts would pile up"
+    assert drafter.ended == {"b": [], "d": [], "e": []}, "the drafter has never seen f"
+    assert arguments == [{}] * 3, "texts would pile up"
 
 
 def test_nobody_waits_twice_when_the_culprit_is_looked_for(clock):

@@ -22,6 +22,8 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 FIRST_PAUSE_S = 60.0
 """Pause of a drafter after the first call that took too long."""
 LONGEST_PAUSE_S = 3600.0
+_LONG_AFTER = 10
+"""Times the next pause from the end of one, after which a late call counts as the first."""
 
 
 class _TooLate(Exception):
@@ -33,8 +35,9 @@ class GuardedDrafter:
 
     A request whose draft fails (an exception, a malformed tree) is decoded without drafts from
     then on; the other requests keep theirs. A drafter whose call took longer than the time limit
-    rests, and is tried again after a pause that doubles with each such call. The check comes after
-    the call: a call that never returns blocks the engine.
+    rests, and is tried again after a pause that doubles with each such call, unless that comes long
+    after the pause before. The check comes after the call: a call that never returns blocks the
+    engine.
 
     Attributes:
         drafter: The drafter; may be replaced.
@@ -61,7 +64,8 @@ class GuardedDrafter:
         self._failed_requests: set[str] = set()
         self._rests_until = 0.0  # by time.perf_counter
         self._pause_s = FIRST_PAUSE_S
-        self._unreleased: list[DraftRequest] = []  # requests that ended meanwhile
+        self._handed_out: set[str] = set()  # requests that the drafter has not released
+        self._unreleased: list[DraftRequest] = []  # those that ended meanwhile
         self._unlearned: set[str] = set()  # requests from before a reset
         self._reported = False
         self._new_failures: dict[str, int] = {}
@@ -76,6 +80,7 @@ class GuardedDrafter:
             return None
         if any(source.may_extend(request) for source in self.sources for request in requests):
             return None
+        self._handed_out.update(request.request_id for request in requests)
         return self._attempt("preparing drafts", self.drafter.prepare, requests, rows, num_new)
 
     def draft_prepared(
@@ -125,6 +130,7 @@ class GuardedDrafter:
             active = [r for r in requests if r.request_id not in self._failed_requests]
         if not active:
             return [_EMPTY] * len(requests)
+        self._handed_out.update(request.request_id for request in active)
         propose = self.drafter.propose if prepared is None else prepared.trees
         proposed = self._propose_guarded(active, propose)
         self.seconds += time.perf_counter() - start
@@ -136,6 +142,7 @@ class GuardedDrafter:
     def read_prompts(self, requests: Sequence[DraftRequest]) -> None:
         """Let the drafter take in new requests' prompts."""
         if not self._is_resting and requests:
+            self._handed_out.update(request.request_id for request in requests)
             what = "reading prompts ahead of their drafts"
             self._attempt(what, self.drafter.read_prompts, requests)
 
@@ -150,13 +157,15 @@ class GuardedDrafter:
         self._unlearned.discard(request_id)
         self._failed_requests.discard(request_id)
         if ended is None:
+            self._handed_out.discard(request_id)
             return
         if self._is_resting or not is_learned:  # texts would pile up while it rests
-            ended = replace(ended, token_ids=_NO_TOKENS, num_prompt_tokens=0)
+            ended = replace(ended, token_ids=_NO_TOKENS, num_prompt_tokens=0, extra_args={})
         if self._is_resting:
-            if not self.is_off:
+            if request_id in self._handed_out and not self.is_off:
                 self._unreleased.append(ended)
             return
+        self._handed_out.discard(request_id)
         output = ended.token_ids[ended.num_prompt_tokens :]
         try:
             self._call(self.drafter.released, ended, output)
@@ -298,7 +307,10 @@ class GuardedDrafter:
         return time.perf_counter() < self._rests_until
 
     def _rest(self, error: _TooLate) -> None:
-        self._rests_until = time.perf_counter() + self._pause_s
+        now = time.perf_counter()
+        if now - self._rests_until > _LONG_AFTER * self._pause_s:
+            self._pause_s = FIRST_PAUSE_S
+        self._rests_until = now + self._pause_s
         self._report("timeout", f"{error}; drafting rests for {self._pause_s:g} s")
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
@@ -307,15 +319,16 @@ class GuardedDrafter:
         self._report(reason, f"request {request.request_id} is decoded without drafts")
 
     def _report(self, reason: FailureReason, consequence: str) -> None:
-        """Count a failure; log the first with its traceback, the others at debug level."""
+        """Count a failure; log the first as an error, and of the others pauses as warnings."""
         self.failures[reason] += 1
         self._new_failures[reason] = self._new_failures.get(reason, 0) + 1
-        level = logging.DEBUG if self._reported else logging.ERROR
+        level = logging.WARNING if reason == "timeout" else logging.DEBUG
+        level = level if self._reported else logging.ERROR
         self._reported = True
         self._logger.log(
             level,
-            "vllm-trie: drafter %r failed (%s): %s. Output is not affected. Later failures are "
-            "logged at debug level and counted in vllm:trie_draft_failures_total.",
+            "vllm-trie: drafter %r failed (%s): %s. Output is not affected. Later failures of "
+            "requests are logged at debug level and counted in vllm:trie_draft_failures_total.",
             self.drafter.name,
             reason,
             consequence,
