@@ -113,6 +113,7 @@ class Replicas(TextStore, StepObserver):
             if len(self._streams) > MAX_STREAMS:
                 oldest, _ = self._streams.popitem(last=False)
                 del self._salts[oldest]
+                self._unusable.pop(oldest, None)
 
     def add(self, text: StoredText) -> None:
         """Share a text; of too many that wait, the oldest are dropped."""
@@ -181,10 +182,8 @@ class Replicas(TextStore, StepObserver):
                     names += [name] * 3
                 # An error that the client raises would quote the text.
                 for name, answer in zip(names, pipeline.execute(raise_on_error=False), strict=True):
-                    if str(answer).startswith(_WRONG_TYPE):
+                    if isinstance(answer, Exception):
                         self._set_aside(name, answer)
-                    elif isinstance(answer, Exception):
-                        raise answer
 
     def _read(self) -> None:
         """Read a few entries of each stream; wait for some if there are none."""
@@ -299,8 +298,13 @@ class Replicas(TextStore, StepObserver):
     def _is_usable(self, name: bytes) -> bool:
         return time.monotonic() >= self._unusable.get(name, 0.0)
 
-    def _set_aside(self, name: bytes, error: object) -> None:
-        """Leave a stream that cannot be read alone for a while."""
+    def _set_aside(self, name: bytes, error: Exception) -> None:
+        """Leave a stream that cannot be read alone for a while; raise an error that is not of this
+        stream alone, but of the server or of what its user may do."""
+        from vllm_trie.extras.memory.bounded_reply import ReplyTooLarge
+
+        if not isinstance(error, ReplyTooLarge) and not str(error).startswith(_WRONG_TYPE):
+            raise error
         level = logging.DEBUG if name in self._unusable else logging.WARNING
         self._unusable[name] = time.monotonic() + RETRY
         logger.log(

@@ -300,7 +300,7 @@ def test_streams_that_begin_anew_are_heard(server, join):
     assert [got.token_ids[0] for got in receive(second, 1, 3.0)] == [500]
 
 
-def test_one_key_that_is_no_stream_stops_one_salt(server, join, caplog):
+def test_one_key_that_is_no_stream_stops_one_salt(server, join, caplog, monkeypatch):
     first, second, other = join(server.url), join(server.url), salt_digest("another")
     server.client.set(first._stream(other), "no stream")
     for replica in (first, second):
@@ -312,6 +312,32 @@ def test_one_key_that_is_no_stream_stops_one_salt(server, join, caplog):
         assert [got.token_ids[0] for got in receive(second, 1)] == [start]
     assert warned(caplog, "delete it: WRONGTYPE") == 2, "each warns once"
     assert warned(caplog, "nothing is shared") == 0
+    monkeypatch.setattr(replicas, "MAX_STREAMS", 1)
+    assert second._unusable
+    second.listen(SALT)
+    assert not second._unusable, "no name is kept of a salt that went"
+
+
+@pytest.mark.parametrize("command", ["xinfo", "xread"])
+def test_a_command_that_the_server_refuses_is_said_once(tmp_path, join, caplog, command):
+    """Whatever the number of salts; the rest goes on once it is allowed."""
+    server = RedisServer(tmp_path)
+    server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+    first, second = join(server.url), join(server.url)
+    for number in range(10):
+        second.listen(salt_digest(str(number)))
+    second.listen(SALT)
+    first.add(text(0))
+    wait_for(lambda: warned(caplog, "nothing is shared"))
+    time.sleep(0.5)
+    assert not second._unusable
+    server.client.execute_command("ACL", "SETUSER", "default", "+@all")
+    first.listen(SALT)
+    first.add(text(500))
+    assert 500 in [got.token_ids[0] for got in receive(second, 2, 5.0)]
+    assert warned(caplog, "nothing is shared") == 1
+    assert warned(caplog, "delete it") == 0
+    server.kill()
 
 
 def test_of_entries_that_are_too_large_little_is_read(server, join, caplog, monkeypatch):
