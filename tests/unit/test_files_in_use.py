@@ -88,8 +88,8 @@ def test_a_file_that_is_complete_again_is_taken_up(tmp_path, monkeypatch):
     assert watched.latest() == [0]
 
 
-def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
-    """Later, as where a network failed for a moment."""
+def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch, caplog):
+    """Later, as where a network failed for a moment; each fault is an error once."""
     monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     path = numbers_file.write(tmp_path / "file", 3000)
     watched = WatchedFile(path, numbers_file.read, "the file")
@@ -97,12 +97,16 @@ def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "stale")))
-        watched.latest()
-        watched._thread.join()
+        for reason in ("stale", "stale", "denied", "denied"):
+            error = OSError(116, reason)
+            patch.setattr(Path, "open", lambda *_, e=error, **__: (_ for _ in ()).throw(e))
+            watched.latest()
+            watched._thread.join()
+            now += 11
+    levels = [record.levelname for record in dict.fromkeys(caplog.records)]
+    assert levels == ["ERROR"] * 2
     before = watched.latest()
     assert len(before) == 3000
-    now += 11
     watched.latest()
     watched._thread.join()
     assert len(watched.latest()) == 2

@@ -49,6 +49,7 @@ class WatchedFile(Generic[_Content]):
         self._next_look = 0.0
         self._stamp: tuple[int, ...] = ()
         self._in_place = False  # whether it was written to, and not replaced since
+        self._refused: object = None  # what was refused last, and why
         self._thread: threading.Thread | None = None
         if path.exists():
             self._stamp = file_stamp(path)
@@ -86,7 +87,9 @@ class WatchedFile(Generic[_Content]):
         try:
             self._content = self._open(self._path)
         except Exception as error:
-            level = logging.DEBUG if self._in_place else logging.ERROR
+            refused = self._in_place, self._stamp, str(error)
+            level = logging.DEBUG if self._in_place or refused == self._refused else logging.ERROR
+            self._refused = refused
             logger.log(level, "The new version of %s is refused: %s", self._name, error)
             if isinstance(error.__cause__ or error, OSError | MemoryError):
                 self._stamp, self._next_look = (), time.monotonic() + _RETRY_S
