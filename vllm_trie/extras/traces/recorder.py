@@ -34,6 +34,8 @@ logger = init_logger(__name__)
 SUFFIX = ".trace.jsonl"
 MAX_FILES = 1000
 """Traces in the folder; beyond it requests are decoded untraced."""
+_LOOK_AGAIN_S = 60.0
+"""Until a full folder is looked at again."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class TraceRecorder(StepObserver):
         self._options = _options(tree_config, drafter.context)
         self._drafter = drafter
         self._followed: dict[str, _Followed] = {}
+        self._full_until = 0.0  # by time.perf_counter; 0 with room
 
     def begun(self, requests: Sequence[NewRequestData]) -> None:
         """Follow those of the requests that are new and ask for a trace."""
@@ -78,11 +81,16 @@ class TraceRecorder(StepObserver):
                 continue
             if request.req_id in self._followed:  # preempted, and starting again
                 continue
+            if time.perf_counter() < self._full_until:
+                return
             try:
                 if num_files is None:  # once a step, however many samples a request has
                     num_files = self._num_files()
-                self._followed[request.req_id] = self._follow(request, params, num_files)
-                num_files += 1
+                if num_files >= MAX_FILES:
+                    self._wait_for_room()
+                    return
+                self._followed[request.req_id] = self._follow(request, params)
+                num_files, self._full_until = num_files + 1, 0.0
             except Exception as error:
                 logger.warning("vllm-trie: no trace of request %r: %s", request.req_id, error)
 
@@ -145,9 +153,17 @@ class TraceRecorder(StepObserver):
         with os.scandir(self._folder) as entries:
             return sum(entry.name.endswith(SUFFIX) for entry in entries)
 
-    def _follow(self, request: NewRequestData, params: SamplingParams, num_files: int) -> _Followed:
-        if num_files >= MAX_FILES:
-            raise OSError(f"trace_path={str(self._folder)!r} has {MAX_FILES} traces; remove some")
+    def _wait_for_room(self) -> None:
+        """Look at the folder, which is full, later; warn if it had room before."""
+        if not self._full_until:
+            logger.warning(
+                "vllm-trie: no traces of further requests: trace_path=%r has %d; remove some",
+                str(self._folder),
+                MAX_FILES,
+            )
+        self._full_until = time.perf_counter() + _LOOK_AGAIN_S
+
+    def _follow(self, request: NewRequestData, params: SamplingParams) -> _Followed:
         header = Header.of(
             request.req_id,
             self._method,

@@ -148,9 +148,31 @@ def test_existing_files_stay(recorder, tmp_path):
 
 
 def test_the_folder_is_bounded(recorder, tmp_path, monkeypatch):
+    """One warning, and a look at the folder once a minute."""
+    now, looks, warnings = 100.0, 0, []
+    scandir = os.scandir
+
+    def counted(folder: Path) -> Any:
+        nonlocal looks
+        looks += 1
+        return scandir(folder)
+
     monkeypatch.setattr(module, "MAX_FILES", 2)
-    recorder.begun([asking(request_id) for request_id in "abc"])
-    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(module.os, "scandir", counted)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(module.logger, "warning", lambda *said: warnings.append(said))
+    for begun in ("abc", "d", "e"):
+        recorder.begun([asking(request_id) for request_id in begun])
+    assert (sorted(recorder._followed), looks, len(warnings)) == (["a", "b"], 1, 1)
+    now += 61
+    recorder.begun([asking("f")])
+    assert (len(recorder._followed), looks, len(warnings)) == (2, 2, 1)
+    recorder.released("a")
+    next(tmp_path.glob("a*")).unlink()
+    now += 61
+    for request_id in "gh":
+        recorder.begun([asking(request_id)])
+    assert (sorted(recorder._followed), len(warnings)) == (["b", "g"], 2)
 
 
 def test_a_disk_that_fills_up_ends_the_trace_only(recorder, tmp_path, monkeypatch):
