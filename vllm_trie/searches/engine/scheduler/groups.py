@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.refusal import RefusedError
 from vllm_trie.searches.engine.beam_support import check_blocks
 from vllm_trie.searches.engine.constraint import GroupSearch, constraints
 from vllm_trie.searches.engine.scheduler import proxies
@@ -132,8 +133,10 @@ class BeamGroups:
         """Have an error fail this group alone, whose request gets an error as its answer."""
         try:
             yield
-        except Exception:
-            logger.exception("Beam search failed for request %s", group.request.request_id)
+        except Exception as error:
+            name, is_foreseen = group.request.request_id, isinstance(error, RefusedError)
+            failed = "Beam search failed for request %s: %s"
+            logger.error(failed, name, error, exc_info=not is_foreseen)
             self.counters.groups_failed += 1
             self._refused.append(group.request)
             self._remove(group)

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from vllm.utils.math_utils import cdiv
 
+from vllm_trie.refusal import RefusedError
+
 _NEAR = 8
 """Depths that are all tried as that of the anchors; of those before, every power of two."""
 
@@ -63,7 +65,7 @@ def cheapest_passes(generated: np.ndarray, num_computed: int, room: Room) -> Pas
         room: Of the search.
 
     Raises:
-        ValueError: It is too little for one hypothesis.
+        RefusedError: It is too little for one hypothesis.
     """
     length = generated.shape[1]
     common = _common_tokens(generated).tolist()
@@ -77,7 +79,7 @@ def cheapest_passes(generated: np.ndarray, num_computed: int, room: Room) -> Pas
         if best is None or steps < fewest:
             best, fewest = Passes(depth, rows), steps
     if best is None:
-        raise ValueError(
+        raise RefusedError(
             f"a hypothesis of {length} tokens behind a prompt of {room.prompt_len} does not fit "
             f"into the {room.num_blocks} KV blocks that a search may have; lower max_tokens or "
             "give the engine more KV cache memory"
