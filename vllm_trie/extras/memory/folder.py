@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from vllm_trie.extras.memory.store_file import (
 SUFFIX = ".store"
 MAX_FILES = 64
 """Engines of one model that write to one folder."""
+_MAX_SAVE_S = 24 * 3600.0
+"""Age from which a temporary file is that of a killed engine, whichever engine's it was."""
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 _KEY_FILE = "prompts.key"
 
@@ -150,9 +153,11 @@ class Slot:
                 continue
             except OSError:
                 return cls(path, lock)
-            for temporary in folder.glob(f".{path.name}-*"):  # of an engine that was killed
+            for temporary in folder.glob(f".*{SUFFIX}-*"):  # of engines that were killed
                 with suppress(OSError):
-                    temporary.unlink()
+                    age = time.time() - temporary.stat().st_mtime
+                    if temporary.name.startswith(f".{path.name}-") or age > _MAX_SAVE_S:
+                        temporary.unlink()
             return cls(path, lock)
         raise OSError(f"none of {MAX_FILES} lock files can be taken: {fault}")
 

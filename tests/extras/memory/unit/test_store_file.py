@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,16 @@ def test_engines_write_files_of_their_own(tmp_path):
     other = Slot.claim(folder, Identity("other", "", 7))
     assert len({first.path, second.path, other.path}) == 3
     assert oct(folder.stat().st_mode & 0o777) == "0o700"
-    leftover = folder / f".{first.path.name}-killed"
-    leftover.touch()
+    leftover, old = folder / f".{first.path.name}-killed", folder / f".{other.path.name}-killed"
+    recent = folder / f".{second.path.name}-writes"
+    for path in (leftover, recent, old):
+        path.touch()
+    a_day_ago = time.time() - 25 * 3600
+    os.utime(old, (a_day_ago, a_day_ago))
     first.release()
     again = Slot.claim(folder, MODEL)
     assert again.path == first.path
-    assert not leftover.exists()
+    assert [*folder.glob(".*")] == [recent]
 
 
 def test_lock_files_that_are_none(tmp_path):
