@@ -20,8 +20,9 @@ from vllm_trie.extras.items.trie_file import ItemsError, open_items
 from vllm_trie.searches.engine.constraint import WorkerParts
 from vllm_trie.searches.unfetched import Unfetched
 
-_MAX_VERSIONS = 4
-"""Versions of a catalogue that stay open."""
+_MAX_VERSIONS = 2
+"""Versions of a catalogue that stay open: the newest, and the one that running searches may have.
+One that searches still have after another change is opened again, without a copy."""
 
 
 class ItemSelection(NamedTuple):

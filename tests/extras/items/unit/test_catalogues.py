@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
@@ -17,6 +18,8 @@ from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.catalogues import Catalogues
 from vllm_trie.extras.items.options import ItemOptions
 from vllm_trie.extras.items.sources import read_items
+from vllm_trie.extras.items.trie_file import open_items
+from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.files import watched_file
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 
@@ -83,6 +86,20 @@ def test_requests_do_not_look_at_the_file_each(tmp_path, monkeypatch):
     for _ in range(3):
         request()
     assert path not in looks
+
+
+def test_workers_hold_two_versions(tmp_path):
+    """A search of an older one goes on as long as the scheduler has it."""
+    searches, kept = [], {}
+    for item_id in range(3):
+        trie = open_items(write(tmp_path / "items", {(1, 2): item_id}))
+        place, nothing = (str(tmp_path / "items"), trie.memory, trie.version), np.zeros(0)
+        search = ItemSelection(*place, 1, None, "valid", "", None, 0.0, nothing, nothing)
+        searches.append((search, trie))
+    for search, trie in (*searches, *searches):
+        assert search._trie(kept).values.tolist() == trie.values.tolist()
+        (versions,) = kept.values()
+        assert len(versions) <= 2
 
 
 def test_equal_rules_are_looked_up_once(tmp_path, monkeypatch):
