@@ -11,6 +11,7 @@ then: the space behind a colon, the comma behind a value.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -86,13 +87,11 @@ class ForcedTokens:
 
     Args:
         scheduler: vLLM's, of Model Runner V1 without asynchronous scheduling.
-
-    Attributes:
-        is_on: Whether drafts are extended; off for good once that has failed.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.is_on = True
+        self._failed: set[str] = set()  # running requests whose drafts cannot be extended
+        self._reported = False
         self._scheduler = scheduler
         self._manager = scheduler.structured_output_manager
         self._mask: torch.Tensor | None = None  # int32 [1, words]
@@ -102,18 +101,27 @@ class ForcedTokens:
     def extend_drafts(self) -> None:
         """Extend the drafts of the running requests, while the step's time lasts."""
         requests = [r for r in self._scheduler.running if r.use_structured_output]
-        if not self.is_on or not requests:
+        if not requests:
             return
         deadline = time.perf_counter() + STEP_SECONDS
         self._taken = {
             r.request_id: self._taken.get(r.request_id) or _TakenTokens() for r in requests
         }
-        try:
-            for request in requests:
-                self._extend(request, deadline)
-        except Exception:
-            self.is_on = False
-            logger.exception("vllm-trie: no forced tokens are drafted any more")
+        self._failed.intersection_update(self._taken)
+        for request in requests:
+            if request.request_id not in self._failed:
+                try:
+                    self._extend(request, deadline)
+                except Exception:
+                    self._leave_out(request)
+
+    def _leave_out(self, request: Request) -> None:
+        """Extend no draft of a request any more; log the first."""
+        self._failed.add(request.request_id)
+        level = logging.DEBUG if self._reported else logging.ERROR
+        self._reported = True
+        message = "vllm-trie: no forced tokens are drafted for request %s"
+        logger.log(level, message, request.request_id, exc_info=True)
 
     def _extend(self, request: Request, deadline: float) -> None:
         grammar = self._grammar_of(request)

@@ -160,9 +160,12 @@ def test_other_requests_keep_their_drafts(why, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["fill_bitmask", "accept_tokens"])
-def test_an_error_ends_the_extension_and_not_the_engine(method, monkeypatch):
+def test_an_error_ends_the_extension_of_one_request(method, monkeypatch, caplog):
     """Fail behind a draft and forced tokens; the matcher stands where it stood."""
-    setting = Setting("xgrammar")
+    setting, other = Setting("xgrammar"), Setting("xgrammar")
+    other.request.request_id = "b"
+    other.grammar.accept_tokens("", other.tokenizer.encode('{"', add_special_tokens=False))
+    setting.scheduler.running.append(other.request)
     draft = setting.tokenizer.encode('{"', add_special_tokens=False)
     original, calls = getattr(setting.grammar, method), 0
 
@@ -175,8 +178,13 @@ def test_an_error_ends_the_extension_and_not_the_engine(method, monkeypatch):
 
     monkeypatch.setattr(setting.grammar, method, fail)
     setting.request.spec_token_ids = draft
-    setting.forced.extend_drafts()
-    assert setting.request.spec_token_ids == draft
-    assert not setting.forced.is_on
+    for _ in range(2):
+        other.request.spec_token_ids = []
+        setting.forced.extend_drafts()
+        assert setting.request.spec_token_ids == draft
+        assert other.request.spec_token_ids, "its grammar is sound"
+        failed_calls, calls = calls, len(draft) + 1
+    assert failed_calls == len(draft) + 1, "it is not tried again"
+    assert caplog.text.count("no forced tokens are drafted for request a") >= 1
     monkeypatch.undo()
     assert setting.grammar.validate_tokens(draft) == draft
