@@ -21,6 +21,7 @@ arrived is therefore known as such, in whatever order the device sees the host's
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -37,7 +38,8 @@ _MOST_READS = 1 << 16
 """Reads of the host's memory before a waiting kernel gives up. An H200 took 0.62 s for four times
 as many. CUDA loads a kernel only while the device is idle, so its first launch can take as long."""
 _MOST_LATE = 3
-"""Deliveries in a row that the device gave up, until no step is launched ahead any more."""
+"""Deliveries in a row that the device gave up, until no step is launched ahead for a while."""
+_PAUSE_S = 600.0
 
 logger = init_logger(__name__)
 
@@ -88,8 +90,6 @@ class Delivery:
     Attributes:
         num_drafted: int64 [max_num_seqs] on the device, drafted tokens of the requests whose drafts
             the step verifies, by the runner's request index.
-        launches_ahead: Whether the device can wait: where it reads the host's memory, and has not
-            given up too often.
     """
 
     def __init__(self, draft_tokens: torch.Tensor, launches_ahead: bool) -> None:
@@ -97,16 +97,23 @@ class Delivery:
         self._draft_tokens = draft_tokens
         self.num_drafted = draft_tokens.new_zeros(max_num_reqs)
         is_shared = is_uva_available() or draft_tokens.device.type == "cpu"
-        self.launches_ahead = launches_ahead and is_shared
+        self._can_wait = launches_ahead and is_shared
+        self._resumes_at = 0.0  # by time.monotonic
         self._number = self._num_late = 0  # of the last delivery; of those given up in a row
         self._delivered = -1  # number of the last complete one
-        if self.launches_ahead:
+        if self._can_wait:
             # Two, as the device may still read the last one where the next is reserved; both at
             # addresses that Triton compiles one kernel for.
             shape = 2, max_num_reqs + max_num_reqs % 2, 2 + self._width
             self._shared = buffer_utils.UvaBuffer(shape, dtype=torch.int64)
             self._given_up = buffer_utils.UvaBuffer(2, dtype=torch.int64)
             self._rows = self._shared.np[0, :0]
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether the device can wait: where it reads the host's memory, and has not given up too
+        often of late."""
+        return self._can_wait and time.monotonic() >= self._resumes_at
 
     def send(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         """Write drafts that are known; `slots` are the runner's indices of the requests."""
@@ -133,13 +140,14 @@ class Delivery:
         self._num_late = self._num_late + 1 if is_late else 0
         self._delivered = self._number
         if self._num_late == _MOST_LATE:
-            self.launches_ahead = False
+            self._num_late, self._resumes_at = 0, time.monotonic() + _PAUSE_S
             logger.warning(
-                "vllm-trie: no step is launched ahead of its drafts from now on: %d in a row "
-                "waited in vain for them, so something in this engine waits for the GPU while a "
-                "step is launched. Output is not affected. Set launch_ahead to false, and please "
-                "report this line with what `vllm-trie doctor` prints.",
-                _MOST_LATE,
+                "vllm-trie: no step is launched ahead of its drafts for %d minutes: %d in a row "
+                "waited in vain for them, as after a stop of the host. Output is not affected. If "
+                "this line comes again and again, something in this engine waits for the GPU while "
+                "a step is launched: set launch_ahead to false, and please report the line with "
+                "what `vllm-trie doctor` prints.",
+                *(_PAUSE_S / 60, _MOST_LATE),
             )
 
     def _launch(
