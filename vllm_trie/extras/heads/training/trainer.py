@@ -51,16 +51,16 @@ class HeadScore(NamedTuple):
     """Mean negative log-likelihood, nats."""
 
 
-def learning_rate_factor(step: int, done: float, warmup_steps: int) -> float:
+def learning_rate_factor(step: int, steps: int, warmup_steps: int) -> float:
     """Return a step's learning rate over its peak: it rises, then falls to 0 along a cosine.
 
     Args:
         step: Its number, from 0.
-        done: Share of the training before it.
+        steps: Of the whole training.
         warmup_steps: Until the peak.
     """
     warm = min(1.0, (step + 1) / max(1, warmup_steps))
-    return warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    return warm * 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / max(1, steps))))
 
 
 class Trainer:
@@ -142,7 +142,7 @@ class Trainer:
             losses.append(loss.item())
         for group in self._optimizer.param_groups:
             group["lr"] = plan.learning_rate * learning_rate_factor(
-                self.step, self.step / max(1, plan.steps), plan.warmup_steps
+                self.step, plan.steps, plan.warmup_steps
             )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
