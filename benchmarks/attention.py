@@ -12,10 +12,8 @@ with the lines near, and (`from memory`) after a pass over more memory than any 
 second is where a forward pass leaves the lines: it reads all weights after it touched the first
 layer's slots. `--kernels` can leave it out.
 
-With `--device cuda`, `stock` is vLLM's FlashAttention over the paged cache, `triton` this project's
-kernel with the division that the engine chooses, and `torch` attention with a mask over gathered
-keys. `xformers` is xFormers' tree attention over gathered keys, if it is installed and Triton still
-has the block pointers that it uses (3.6 has them, 3.9 does not). `ms` is the median that Triton's
+With `--device cuda`, `stock` is vLLM's FlashAttention over the paged cache, and `triton` this
+project's kernel with the division that the engine chooses. `ms` is the median that Triton's
 benchmark measures on the device, launches included.
 
     python benchmarks/attention.py --json attention.json
@@ -47,7 +45,7 @@ from vllm_trie.attention import (
 )
 from vllm_trie.tree import TokenTree
 
-KERNELS = ("stock", "native", "torch", "compaction")
+KERNELS = ("native", "compaction")
 COLUMNS = (
     "kernel", "context", "nodes", "num_heads", "num_kv_heads", "head_size", "dtype", "threads",
     "ms", "ratio_to_stock",
@@ -68,7 +66,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument(
+        "--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="on CPUs, with stock"
+    )
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from support import bench_gpu, device, gpu_attention, harness
+from support import bench_gpu, device, harness
 from support.bench_gpu import BENCHMARKS
 from transformers import AutoConfig, AutoTokenizer
 
-from vllm_trie.extras.device_checks.kernel_check import LayerShape, relative_error
 from vllm_trie.lab import local_engine
 
 
@@ -81,15 +79,3 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, 
     assert "table of beam" in printed.out
     assert printed.err.endswith("failed: peers (status 3)\n")
     assert (tmp_path / "load.txt").read_text() == "table of load\n"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("nodes", [1, 31, 64])
-def test_kernels_of_others_agree_on_a_gpu(nodes):
-    """xFormers' tree attention is among them if it is installed and its Triton is."""
-    step = gpu_attention.one_request(LayerShape(32, 8, 128, 16, torch.bfloat16), 700, nodes)
-    compared = gpu_attention.runs(step, torch.device("cuda", 0))
-    del compared["stock"]  # a chain
-    for kernel, run in compared.items():
-        assert relative_error(run(), step.expected(), step) < 1.6e-2, kernel
