@@ -2,7 +2,8 @@
 
 One engine decodes greedily; the methods take turns in it, so that all see the same minutes of the
 machine. The prompts are task documents from modules that neither the model nor the heads saw, and
-prompts written by hand. `tokens_per_step` counts tokens for each verification of a request.
+prompts written by hand. All nodes are verified; `tokens_per_step` counts tokens for each
+verification of a request.
 
     chain        the heads' likeliest tokens
     fixed        Medusa's published tree, its first n nodes
@@ -13,23 +14,18 @@ prompts written by hand. `tokens_per_step` counts tokens for each verification o
     ngram_trie   the request's text alone
     union        `trie_union` of the two: ngram_trie and the default of `medusa_dynamic`
 
-Each node count runs under each of `--budgets`: `fixed` verifies all nodes, `adaptive` gives each
-method a node budget of its own, which has learned in a first run.
-
 With `--questions`, first turns of Spec-Bench's questions as chats of `--model` take the prompts'
 place. In bfloat16 near-ties make answers differ; `ratio_to_plain` compares tokens per second.
 
     python benchmarks/medusa.py --model smollm2 --dtype bfloat16 --questions Q.jsonl
     python benchmarks/medusa.py --model MODEL --heads HEADS --dtype bfloat16 --questions Q.jsonl
 
-`draft_ms` is all of drafting. `select_us` is the time for one request of all but the heads'
-products: likeliest tokens, softmax, choice of the nodes, tree.
-
     python benchmarks/medusa.py --json medusa.json
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -46,16 +42,14 @@ from support.harness import (
     option_parser,
     report_quietly,
 )
-from support.medusa_cost import TimedTurns, time_model
 from support.stage import Stage
 
-from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.lab import local_engine
 
 COLUMNS = (
-    "method", "nodes", "budget", "batch_size", "nodes_per_step", "tokens_per_step",
-    "ratio_to_fixed", "tokens_per_s", "ratio_to_plain", "draft_ms", "select_us", "model_ms",
-    "draft_over_model", "predicted_over_accepted", "identical",
+    "method", "nodes", "batch_size", "nodes_per_step", "tokens_per_step", "ratio_to_fixed",
+    "tokens_per_s", "ratio_to_plain", "draft_ms", "model_ms", "draft_over_model",
+    "predicted_over_accepted", "identical",
 )  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
@@ -73,8 +67,23 @@ METHODS: dict[str, dict[str, Any]] = {
 _DRAFTERS = {"ngram_trie": "ngram_trie", "union": "trie_union"}
 """Those of the methods that are not `medusa_dynamic`, but for fixed trees."""
 _FIXED = ("chain", "fixed")
-_Run = tuple[str, int, str]
-"""A method, its nodes, and its budget."""
+_Run = tuple[str, int]
+"""A method and its nodes."""
+
+
+def time_model(runner: Any) -> list[float]:
+    """Return a list that grows by the seconds of each forward pass of the model."""
+    seen: list[float] = []
+    stock = runner.execute_model
+
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        output = stock(*args, **kwargs)
+        seen.append(time.perf_counter() - start)
+        return output
+
+    runner.execute_model = execute_model
+    return seen
 
 
 def new_drafter(first: Any, method: str, options: dict[str, Any]) -> Any:
@@ -114,41 +123,37 @@ def compare(options: Any) -> list[Row]:
         max_model_len=local_engine.room_for(max(map(len, prompts)), options.max_tokens, budget),
         max_num_seqs=max(8, size),
         dtype=options.dtype,
-        enforce_eager=not options.compiled,
         speculative_config={
             "method": "medusa_dynamic",
             "model": heads,
             "num_speculative_tokens": budget,
-            "node_budget": "fixed",  # the stage has the budgets
+            "node_budget": "fixed",
         },
     )
-    turns = TimedTurns()
-    stage = Stage(llm, turns)
-    turns.time_heads(stage.own.heads)
+    stage = Stage(llm)
+    turns = stage.turns
     model_seconds = time_model(local_engine.runner_of(llm))
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, detokenize=False)
     plain = decode(llm, prompts, params, size)
 
-    def measured(drafter: Any, nodes: int, budget: Any) -> tuple[list[list[int]], Row]:
+    def measured(drafter: Any, nodes: int) -> tuple[list[list[int]], Row]:
         turns.predicted = 0.0
+        turns.seconds.clear()
         model_seconds.clear()
-        outputs, counts = stage.run(drafter, nodes, prompts, params, size, budget)
+        outputs, counts = stage.run(drafter, nodes, prompts, params, size)
         accepted = max(1, counts.tokens - counts.steps)
         return outputs, {
             "tokens_per_step": counts.tokens / counts.steps,
             "nodes_per_step": counts.nodes / counts.steps,
             "model_ms": 1e3 * median(model_seconds),
             "predicted_over_accepted": turns.predicted / accepted,
-            **turns.take(),
+            "draft_ms": 1e3 * median(turns.seconds or [0.0]),
         }
 
-    runs: dict[_Run, Callable[[], Any]] = {("plain", 0, "fixed"): lambda: measured(None, 0, None)}
-    for nodes, method, name in product(options.nodes, options.methods, options.budgets):
+    runs: dict[_Run, Callable[[], Any]] = {("plain", 0): lambda: measured(None, 0)}
+    for nodes, method in product(options.nodes, options.methods):
         drafter = new_drafter(stage.own, method, METHODS[method])
-        budget = NodeBudget() if name == "adaptive" else None
-        runs[method, nodes, name] = partial(measured, drafter, nodes, budget)
-        if budget is not None:
-            measured(drafter, nodes, budget)
+        runs[method, nodes] = partial(measured, drafter, nodes)
     return method_rows(interleave(runs, options.repeats), plain, size)
 
 
@@ -171,16 +176,15 @@ def method_rows(timed: dict[_Run, Timed], plain: list[list[int]], batch_size: in
         plain: outputs of plain decoding.
         batch_size: requests at a time.
     """
-    plain_speed = _tokens_per_s(timed["plain", 0, "fixed"])
+    plain_speed = _tokens_per_s(timed["plain", 0])
     rows = {}
     for key, repeats in timed.items():
-        method, nodes, budget = key
+        method, nodes = key
         speed = _tokens_per_s(repeats)
         times = [row for _, (_, row) in repeats]
         row = rows[key] = {
             "method": method,
             "nodes": nodes,
-            "budget": budget,
             "batch_size": batch_size,
             "nodes_per_step": times[0]["nodes_per_step"],
             "tokens_per_step": times[0]["tokens_per_step"],
@@ -192,11 +196,10 @@ def method_rows(timed: dict[_Run, Timed], plain: list[list[int]], batch_size: in
         }
         if method == "plain":
             continue
-        row["select_us"] = median(turn["select_us"] for turn in times)
         row["draft_over_model"] = row["draft_ms"] / row["model_ms"]
         row["predicted_over_accepted"] = times[0]["predicted_over_accepted"]
-    for (_, nodes, budget), row in rows.items():
-        if fixed := rows.get(("fixed", nodes, budget)):
+    for (_, nodes), row in rows.items():
+        if fixed := rows.get(("fixed", nodes)):
             row["ratio_to_fixed"] = row["tokens_per_step"] / fixed["tokens_per_step"]
     return list(rows.values())
 
@@ -212,12 +215,10 @@ def main() -> None:
     add_model_option(parser, "folder of a model; the shipped one if left out")
     parser.add_argument("--heads", help="its Medusa heads; without it those that ship")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model")
     parser.add_argument("--questions", type=Path, help="Spec-Bench's questions; see above")
     parser.add_argument("--questions-per-category", type=int, default=4)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 32, 64])
-    parser.add_argument("--budgets", nargs="+", choices=("fixed", "adaptive"), default=["fixed"])
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=None, help="use only the first prompts")

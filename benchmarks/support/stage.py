@@ -11,7 +11,6 @@ import numpy as np
 
 from support.engines import Prompts, after_each_step, decode
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.lab.local_engine import trees_of
 from vllm_trie.tree import TokenTree
 
@@ -85,11 +84,11 @@ class Stage:
         turns: what stands in its place.
     """
 
-    def __init__(self, llm: Any, turns: Turns | None = None) -> None:
+    def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.trees: Any = trees_of(llm)
         self.own = self.trees.guard.drafter
-        self.turns = turns or Turns()
+        self.turns = Turns()
         self.trees.guard.drafter = self.turns
         self._counts = Counts()
         self._verification_nodes: dict[str, int] = {}
@@ -102,14 +101,9 @@ class Stage:
         prompts: Prompts,
         params: Any,
         batch_size: int,
-        budget: NodeBudget | None = None,
     ) -> tuple[list[list[int]], Counts]:
-        """Decode with a drafter; return the outputs and the counts.
-
-        `budget` cuts its trees, and learns from them; None verifies them whole.
-        """
+        """Decode with a drafter, whose trees are verified whole; return the outputs and counts."""
         self.turns.drafter, self.turns.max_nodes = drafter, max_nodes
-        self.trees.budget = budget
         self._counts, self._verification_nodes = Counts(), {}
         before = self.trees.totals.steps, self.trees.totals.tokens
         outputs = decode(self.llm, prompts, params, batch_size)
