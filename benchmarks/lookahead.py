@@ -6,8 +6,7 @@ exactly `--max-tokens` tokens each:
     plain                    vLLM without speculation
     lookahead_independent    every candidate verified in its own branch, as LADE does
     lookahead_trie_all       the same candidates as a trie, all of them
-    lookahead_trie           the trie without its unlikely nodes, the method's default;
-                             `--min-probability` sets another threshold
+    lookahead_trie           the trie without its unlikely nodes, the method's default
     max_candidate_depth_D    the trie of all candidates down to depth D, for each value given
     max_candidate_nodes_B    its B likeliest nodes
 
@@ -76,11 +75,8 @@ def measure(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> list[Ro
         "window_size": options.window_size,
         "ngram_size": options.ngram_size,
         "num_candidates": options.num_candidates,
-        "pool_from_text": not options.no_text,
     }
     every = {**likely, "min_probability": 0.0}
-    if options.min_probability is not None:
-        likely["min_probability"] = options.min_probability
     budget, size = lookahead_budget(options), options.batch_size
 
     def run_plain() -> Any:
@@ -131,10 +127,6 @@ def main() -> None:
     parser.add_argument("--window-size", type=int, default=10, help="W")
     parser.add_argument("--ngram-size", type=int, default=5, help="L")
     parser.add_argument("--num-candidates", type=int, default=5, help="N")
-    parser.add_argument("--no-text", action="store_true", help="only n-grams of the window")
-    parser.add_argument(
-        "--min-probability", type=float, help="of lookahead_trie; its default if left out"
-    )
     for name, letter in (("--max-candidate-depth", "D"), ("--max-candidate-nodes", "B")):
         parser.add_argument(name, nargs="+", type=int, default=[], metavar=letter, help="see above")
     add_model_option(parser, "in place of the shipped one")

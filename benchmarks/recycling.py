@@ -1,9 +1,10 @@
 """Tokens per step with and without recycled successors, by kind of prompt.
 
-Each row decodes one set of prompts with `ngram_trie` and a fixed number of nodes. One engine serves
-all rows: its drafter is made anew for each column of settings, and sets follow one another, so that
-later ones find what earlier ones left in the store and in the table of recycled successors. Tokens
-per step are exact: they do not depend on the machine or its load.
+Each row decodes one set of prompts with `ngram_trie`, its store and a fixed number of nodes. One
+engine serves all rows: its drafter is made anew for each number of nodes, temperature and choice of
+`recycle`, and sets follow one another, so that later ones find what earlier ones left in the store
+and in the table of recycled successors. Tokens per step are exact: they do not depend on the
+machine or its load.
 
     python benchmarks/recycling.py --json recycling.json
     python benchmarks/recycling.py --model smollm2 --questions question.jsonl --per-category 5
@@ -24,10 +25,7 @@ from support.stage import Stage
 
 from vllm_trie.lab import local_engine
 
-COLUMNS = (
-    "set", "nodes", "chain", "store", "corpus", "recycle", "temperature", "tokens_per_step",
-    "ratio",
-)  # fmt: skip
+COLUMNS = ("set", "nodes", "recycle", "temperature", "tokens_per_step", "ratio")
 BATCH_SIZE = 4
 
 
@@ -38,16 +36,9 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, help="Spec-Bench's file")
     parser.add_argument("--per-category", type=int, default=5, help="of Spec-Bench's questions")
     parser.add_argument("--nodes", nargs="+", type=int, default=[8, 16, 32, 64])
-    parser.add_argument("--chains", action="store_true", help="draft chains instead of trees")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
-    parser.add_argument("--corpus", type=Path, help="adds rows with this corpus")
-    parser.add_argument("--with-store", action="store_true", help="leave out the rows without one")
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--half", type=int, choices=(0, 1), default=1,
-        help="every other prompt of each set; the parameters were chosen on half 0",
-    )  # fmt: skip
     options = parser.parse_args()
     report_quietly(run, options, COLUMNS)
 
@@ -57,12 +48,13 @@ def prompts_by_set(model: str, options: Any) -> dict[str, list[list[int]]]:
     from support.prompts import chats_by_category, prompt_sets
 
     if options.questions is None:
-        return {name: chosen[options.half :: 2] for name, chosen in prompt_sets(model).items()}
+        # The parameters were chosen on the other half of the prompts.
+        return {name: chosen[1::2] for name, chosen in prompt_sets(model).items()}
     return chats_by_category(model, options.questions, options.per_category)
 
 
 def run(options: Any) -> list[Row]:
-    """Return a row for each set, number of nodes, temperature, and switch of the sources."""
+    """Return a row for each set, number of nodes and temperature, with and without `recycle`."""
     from vllm import SamplingParams
 
     from vllm_trie.drafts import get_drafter_class, parse_options
@@ -81,16 +73,12 @@ def run(options: Any) -> list[Row]:
             "method": "ngram_trie",
             "num_speculative_tokens": most,
             "node_budget": "fixed",
-            "verification": "chain" if options.chains else "tree",
+            "verification": "tree",
         },
     )
     stage = Stage(llm)
-    stores = (True,) if options.with_store else (True, False)
-    corpora = [None] if options.corpus is None else [None, str(options.corpus)]
     rows = []
-    for nodes, temperature, store, corpus in itertools.product(
-        options.nodes, options.temperatures, stores, corpora
-    ):
+    for nodes, temperature in itertools.product(options.nodes, options.temperatures):
         params = SamplingParams(
             temperature=temperature,
             max_tokens=options.max_tokens,
@@ -98,12 +86,9 @@ def run(options: Any) -> list[Row]:
         )
         without: list[float] = []
         for recycle in (False, True):
-            settings: dict[str, Any] = {"recycle": recycle, "corpus": corpus}
-            if not store:
-                settings["store_tokens"] = 0
             context = dataclasses.replace(stage.own.context, num_nodes=nodes)
             drafter = get_drafter_class("ngram_trie")(
-                parse_options("ngram_trie", settings), context
+                parse_options("ngram_trie", {"recycle": recycle}), context
             )
             rates = []
             for prompts in sets.values():
@@ -112,8 +97,7 @@ def run(options: Any) -> list[Row]:
             without = without or rates
             rows += [
                 {
-                    "set": name, "nodes": nodes, "chain": options.chains, "store": store,
-                    "corpus": corpus is not None, "recycle": recycle, "temperature": temperature,
+                    "set": name, "nodes": nodes, "recycle": recycle, "temperature": temperature,
                     "tokens_per_step": rate, "ratio": rate / before,
                 }
                 for name, rate, before in zip(
