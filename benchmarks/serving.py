@@ -8,11 +8,7 @@ time and are measured in turns, each with a cold prefix cache. A row holds media
     python benchmarks/serving.py --json serving.json
     python benchmarks/serving.py --questions question.jsonl --json serving.json
 
-On a machine that others use too, latencies of servers say who else was busy. `--virtual` runs the
-engines in this process, without servers, on a clock that counts the CPU time of their steps:
-
-    OMP_NUM_THREADS=1 python benchmarks/serving.py --virtual --json serving.json
-
+Without `--questions` or SPEC_BENCH_QUESTIONS, the shipped prompts take their place.
 Turns repeat the prompts, and cache salts keep `ngram_trie` from knowing them; `--store` lets it.
 """
 
@@ -21,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,20 +25,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from support.harness import (
-    Row,
-    add_model_option,
-    option_parser,
-    report_quietly,
-)
+from support.harness import Row, add_model_option, interleave, option_parser, report_quietly
 from support.peers_engines import METHODS
-from support.replay_data import QUESTIONS_VARIABLE
+from support.replay_data import add_file_option
 
 from vllm_trie.lab import local_engine
 
 COLUMNS = (
     "method", "concurrency", "rate", "ttft_mean_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
-    "tokens_per_s", "ttft_ratio", "ttft_p99_ratio", "tokens_ratio", "steps",
+    "tokens_per_s", "ttft_ratio", "ttft_p99_ratio", "tokens_ratio",
 )  # fmt: skip
 PLAIN = "plain"
 MODEL_NAME = "tiny"
@@ -77,7 +67,7 @@ def speculative_configs(nodes: int, keeps_store: bool) -> dict[str, dict[str, An
 
 def main() -> None:
     """Measure and print."""
-    smoke = {"virtual": True, "concurrency": [2], "rates": [4.0], "num_prompts": 4}
+    smoke = {"methods": [PLAIN], "concurrency": [2], "rates": [], "num_prompts": 4}
     parser = option_parser(__doc__, smoke={**smoke, "max_tokens": 8})
     add_model_option(parser, "a chat model; the shipped one if left out")
     parser.add_argument("--nodes", type=int, default=32, help="node limit of ngram_trie")
@@ -87,13 +77,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=96, help="requests of a measurement")
     parser.add_argument("--methods", nargs="+", default=[PLAIN, "ngram", "ngram_trie"])
     parser.add_argument("--store", action="store_true", help="let ngram_trie remember answers")
-    parser.add_argument(
-        "--questions",
-        type=Path,
-        default=os.environ.get(QUESTIONS_VARIABLE),
-        help="Spec-Bench's questions, JSONL; the shipped prompts if left out",
-    )
-    parser.add_argument("--virtual", action="store_true", help="engines on a clock of CPU time")
+    add_file_option(parser, "--questions")
     options = parser.parse_args()
     report_quietly(run, options, COLUMNS)
 
@@ -106,9 +90,6 @@ def run(options: Any) -> list[Row]:
     prompts = choose_prompts(model, options.questions, options.num_prompts)
     loads = [Load(n, None) for n in options.concurrency] + [Load(None, r) for r in options.rates]
     configs = speculative_configs(options.nodes, options.store)
-    if options.virtual:
-        runs = engine_runs(model, configs, prompts, options)
-        return [row for load in loads for row in compare(runs, load, options.repeats)]
     with tempfile.TemporaryDirectory() as folder:
         servers = {
             method: start_server(model, configs[method], Path(folder) / f"{method}.log", options)
@@ -162,56 +143,12 @@ def start_server(model: str, config: Mapping[str, Any] | None, log: Path, option
     return start(log, *arguments, model=model, worker_process=False, VLLM_SERVER_DEV_MODE="1")
 
 
-def engine_runs(
-    model: str,
-    configs: Mapping[str, Mapping[str, Any] | None],
-    prompts: Sequence[list[int]],
-    options: Any,
-) -> dict[str, Callable[[Load], dict[str, float]]]:
-    """Start the engines of all methods in this process; return what measures each of them."""
-    from support.engines import keep_kernel_overrides
-    from support.virtual_time import VirtualLoad
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=options.max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-    salt = "all" if options.store else None
-    runs: dict[str, Callable[[Load], dict[str, float]]] = {}
-    for method in options.methods:
-        llm = local_engine.start_engine(
-            model,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=max([32, *options.concurrency]),
-            max_num_batched_tokens=2048,  # a server's default
-            enable_prefix_caching=False,
-            speculative_config=configs[method],
-        )
-        keep_kernel_overrides()
-        warm_up = local_engine.inputs_of(prompts[:32], salt)
-        VirtualLoad(llm, warm_up, params).run(8, None)
-
-        def measure_engine(load: Load, llm: Any = llm) -> dict[str, float]:
-            inputs = local_engine.inputs_of(prompts, salt)
-            return VirtualLoad(llm, inputs, params).run(*load)
-
-        runs[method] = measure_engine
-    return runs
-
-
 def compare(
     runs: Mapping[str, Callable[[Load], dict[str, float]]], load: Load, repeats: int
 ) -> list[Row]:
     """Return a row for each method, after measuring all in turns."""
-    measured: dict[str, list[dict[str, float]]] = {method: [] for method in runs}
-    for turn in range(repeats):
-        for method in list(runs) if turn % 2 == 0 else reversed(list(runs)):
-            measured[method].append(runs[method](load))
+    timed = interleave({method: partial(run, load) for method, run in runs.items()}, repeats)
+    measured = {method: [result for _, result in turns] for method, turns in timed.items()}
     base = measured.get(PLAIN)
     rows: list[Row] = []
     for method, turns in measured.items():

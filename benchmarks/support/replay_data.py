@@ -21,6 +21,7 @@ MT_BENCH_CATEGORIES = frozenset(
 )
 QUESTIONS_VARIABLE = "SPEC_BENCH_QUESTIONS"
 ANSWERS_VARIABLE = "SPEC_BENCH_ANSWERS"
+VARIABLES = {"--questions": QUESTIONS_VARIABLE, "--answers": ANSWERS_VARIABLE}
 """Environment variables that name the two files without an option."""
 DEFAULT_TOKENIZER = "mistral_common/data/tokenizer.model.v1"
 
@@ -29,17 +30,23 @@ SMOKE_FILES = {"questions": SMOKE / "questions.jsonl", "answers": SMOKE / "answe
 """Three questions with answers that repeat parts of them, for `--smoke`."""
 
 
+def add_file_option(parser: argparse.ArgumentParser, flag: str) -> None:
+    """Add `--questions` or `--answers`; None without the option and its variable."""
+    variable = VARIABLES[flag]
+    parser.add_argument(
+        flag,
+        type=Path,
+        default=os.environ.get(variable) or None,
+        help=f"Spec-Bench's {flag[2:]}, JSONL; {variable} if left out",
+    )
+
+
 def add_replay_options(
     parser: argparse.ArgumentParser, methods: Collection[str] | None = None
 ) -> None:
     """Add the options of the benchmarks that replay recorded answers."""
-    for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
-        parser.add_argument(
-            flag,
-            type=Path,
-            default=os.environ.get(variable) and Path(os.environ[variable]),
-            help=f"Spec-Bench's {flag[2:]}, JSONL; {variable} if left out",
-        )
+    add_file_option(parser, "--questions")
+    add_file_option(parser, "--answers")
     parser.add_argument(
         "--tokenizer",
         default=DEFAULT_TOKENIZER,
@@ -62,10 +69,10 @@ def recordings_of(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Rec
     Raises:
         SystemExit: It names none.
     """
-    for flag, variable in (("questions", QUESTIONS_VARIABLE), ("answers", ANSWERS_VARIABLE)):
-        path = getattr(options, flag)
+    for flag, variable in VARIABLES.items():
+        path = getattr(options, flag[2:])
         if path is None or not path.is_file():
-            raise SystemExit(f"--{flag}: {path} is no file; name one, or set {variable}")
+            raise SystemExit(f"{flag}: {path} is no file; name one, or set {variable}")
     return list(read_recordings(options.questions, options.answers, tokenizer))
 
 
