@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from support.device import add_device_options, check_device, engine_options, start_engine
+from support.device import add_device_options, check_device, engine_options
 from support.engines import keep_kernel_overrides, scheduler_of
 from support.futures_tasks import FORMS, KINDS, Edit, edits, schemas, undone
 from support.harness import Row, add_model_option, option_parser, report_quietly
@@ -246,13 +246,13 @@ def run(options: Any) -> list[Row]:
         "max_num_seqs": 1,
     }
     methods = available([OURS] if options.no_peers else [OURS, *PEERS])
-    engines = {PLAIN: start_engine(model, **settings)}
+    engines = {PLAIN: local_engine.start_engine(model, **settings)}
     keep_kernel_overrides()
     for method in methods:
         config = METHODS[method] or {}
         if method == OURS:
             config = {**config, "num_speculative_tokens": options.nodes}
-        engines[method] = start_engine(
+        engines[method] = local_engine.start_engine(
             model,
             **settings,
             speculative_config={**config, **local_engine.without_memory(method)},

@@ -12,24 +12,17 @@ is the tuned one of peers.py; `suffix` runs if its package is installed.
     python benchmarks/load.py --json load.json
 
 The engines work on a queue in turns of a second, so a slow spell of the machine costs all of them
-the same. `ratio_to_plain` is the ratio of the times of a whole queue, the median over the repeats;
-`cpu_ratio` is that of the process's CPU time, with its range over the repeats. `step_ratio` is the
-ratio of the median CPU time of a step with a full batch and no prompt, with a bootstrap interval of
-95 %: where no draft is verified both do the same work, and the rest is the plugin's.
+the same. `ratio_to_plain` is the ratio of the times of a whole queue, the median over the repeats.
 """
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Generator, Sequence
-from itertools import count, islice
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from support.device import add_device_options, check_device, engine_options, start_engine
-from support.engines import Prompts, count_steps, keep_kernel_overrides
+from support.device import add_device_options, check_device, engine_options
+from support.engines import Prompts, count_steps, keep_kernel_overrides, served
 from support.harness import (
     Progress,
     Row,
@@ -45,15 +38,12 @@ from support.peers_engines import METHODS, available
 from vllm_trie.lab import local_engine
 
 COLUMNS = (
-    "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "cpu_ratio",
-    "cpu_ratio_low", "cpu_ratio_high", "step_ratio", "step_ratio_low", "step_ratio_high",
-    "nodes_per_step", "tokens_per_step",
+    "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "nodes_per_step",
+    "tokens_per_step",
 )  # fmt: skip
 PEERS = ("ngram", "ngram_gpu", "suffix")
 SUFFIX_TOKENS = 24
 """Draft tokens of `suffix`, vLLM's default."""
-BOOTSTRAP = 1000
-"""Resamples of an interval."""
 
 
 def speculative_configs(
@@ -138,7 +128,7 @@ def run(options: Any) -> list[Row]:
     }
     llms = {}
     for key, config in speculative_configs(options.nodes, options.adaptive_nodes).items():
-        llms[key] = start_engine(model, **limits, speculative_config=config)
+        llms[key] = local_engine.start_engine(model, **limits, speculative_config=config)
         keep_kernel_overrides()
     workloads = {
         "matching": (matching, {"temperature": 0.0}),
@@ -174,11 +164,11 @@ def compare(
     counted = {
         key: count_steps(llm, queue[:batch_size], params, batch_size) for key, llm in llms.items()
     }
-    timed: dict[tuple[str, int], list[tuple[float, Work]]] = {key: [] for key in llms}
+    timed: dict[tuple[str, int], list[tuple[float, None]]] = {key: [] for key in llms}
     for _ in range(repeats):
-        works = take_turns([serve(llm, queue, batch_size, params) for llm in llms.values()])
-        for key, work in zip(llms, works, strict=True):
-            timed[key].append((work.seconds, work))
+        times = take_turns([serve(llm, queue, batch_size, params) for llm in llms.values()])
+        for key, seconds in zip(llms, times, strict=True):
+            timed[key].append((seconds, None))
     return [
         {
             "method": method,
@@ -187,87 +177,30 @@ def compare(
             "batch_size": batch_size,
             "tokens_per_s": len(queue) * params.max_tokens / median_seconds(timed[method, nodes]),
             "ratio_to_plain": median_ratio(timed["plain", 0], timed[method, nodes]),
-            **cpu_ratios(
-                [work for _, work in timed["plain", 0]], [w for _, w in timed[method, nodes]]
-            ),
             **counted[method, nodes],
         }
         for method, nodes in llms
     ]
 
 
-class Work(NamedTuple):
-    """Time that an engine spent on a queue."""
-
-    seconds: float
-    """Of all steps."""
-    cpu_seconds: float
-    """Likewise, of this process."""
-    full_steps: list[float]
-    """CPU seconds of each step of a full batch without a prompt."""
-
-
-def cpu_ratios(plain: Sequence[Work], ours: Sequence[Work]) -> Row:
-    """Return the ratios of CPU time that the docstring of this file explains.
-
-    Args:
-        plain, ours: of each turn.
-    """
-    ratios = [
-        theirs.cpu_seconds / mine.cpu_seconds for theirs, mine in zip(plain, ours, strict=True)
-    ]
-    row: Row = {
-        "cpu_ratio": median(ratios),
-        "cpu_ratio_low": min(ratios),
-        "cpu_ratio_high": max(ratios),
-    }
-    steps = [np.array([s for turn in turns for s in turn.full_steps]) for turns in (plain, ours)]
-    if all(map(len, steps)):
-        rng = np.random.default_rng(0)
-        medians = [
-            np.median(rng.choice(seconds, (BOOTSTRAP, len(seconds))), axis=1) for seconds in steps
-        ]
-        low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
-        row["step_ratio"] = float(np.median(steps[0]) / np.median(steps[1]))
-        row |= {"step_ratio_low": float(low), "step_ratio_high": float(high)}
-    return row
-
-
 def serve(
     llm: Any, queue: Prompts, batch_size: int, params: Any
-) -> Generator[Progress, None, Work]:
-    """Answer all prompts, at most `batch_size` at a time.
+) -> Generator[Progress, None, float]:
+    """Answer all prompts, at most `batch_size` at a time; return the seconds of all steps.
 
     Yields:
         After each step.
     """
-    engine = llm.llm_engine
-    waiting = iter(local_engine.inputs_of(queue))
-    names = count()
-
-    def admit(num_requests: int) -> int:
-        number = 0
-        for inputs, name in zip(islice(waiting, num_requests), names, strict=False):
-            engine.add_request(f"load-{name}", inputs, params)
-            number += 1
-        return number
-
-    seconds, cpu_seconds, num_tokens, full_steps = 0.0, 0.0, 0, []
-    num_running = num_new = admit(batch_size)
-    while engine.has_unfinished_requests():
-        start, cpu_start = time.perf_counter(), time.process_time()
-        outputs = engine.step()
-        took = time.process_time() - cpu_start
-        seconds += time.perf_counter() - start
-        cpu_seconds += took
+    requests = [
+        (f"load-{number}", inputs, params)
+        for number, inputs in enumerate(local_engine.inputs_of(queue))
+    ]
+    seconds, num_tokens = 0.0, 0
+    for step_seconds, outputs in served(llm, requests, batch_size):
+        seconds += step_seconds
         num_tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
-        if not num_new and num_running == batch_size:
-            full_steps.append(took)
-        num_finished = sum(output.finished for output in outputs)
-        num_new = admit(num_finished)
-        num_running += num_new - num_finished
         yield Progress(seconds, num_tokens)
-    return Work(seconds, cpu_seconds, full_steps)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -67,6 +66,7 @@ from support.replay_data import (
     DEFAULT_TOKENIZER,
     QUESTIONS_VARIABLE,
     SMOKE_FILES,
+    add_file_option,
     choose,
     load_tokenizer,
     read_recordings,
@@ -100,14 +100,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="adds ngram_trie with other options as a method, such as "
         """corpus '{"corpus": "FILE"}'""",
     )
-    for flag, variable in (("--questions", QUESTIONS_VARIABLE), ("--answers", ANSWERS_VARIABLE)):
-        default = os.environ.get(variable)
-        parser.add_argument(
-            flag,
-            type=Path,
-            default=Path(default) if default else None,
-            help=f"Spec-Bench's file; {variable} if left out",
-        )
+    add_file_option(parser, "--questions")
+    add_file_option(parser, "--answers")
     parser.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, help="of the recorded text")
     parser.add_argument("--categories", nargs="+", help="of Spec-Bench; all if left out")
     parser.add_argument(
@@ -198,7 +192,7 @@ def run_chat(options: argparse.Namespace) -> list[Row]:
     questions = [
         Question(category, prompt, None, options.max_tokens) for category, prompt in prompts
     ]
-    settings = {"dtype": options.dtype, "enable_prefix_caching": False, **engine_options(options)}
+    settings = {**engine_options(options), "dtype": options.dtype, "enable_prefix_caching": False}
     return measure(options, "chat", model, questions, settings)
 
 

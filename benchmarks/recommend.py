@@ -28,14 +28,15 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from support.beam_parts import part_seconds
 from support.beam_peers import Hypotheses, search_with_hf, search_with_vllm
-from support.device import CUDA_OPTIONS, add_device_options, check_device
-from support.engines import Prompts
+from support.device import add_device_options, check_device, engine_options
+from support.engines import Prompts, served
 from support.harness import Row, option_parser, report_quietly
 from support.wide_beams import allowed_tokens, random_items
 
@@ -131,14 +132,11 @@ class Bench:
         self._known = {tuple(item) for item in self._items.tolist()}
         self._model = write_model(folder, options.shape)
         plugin: dict[str, Any] = {"items": {"catalogue": str(self._catalogue)}}
-        settings: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True}
-        if options.device == "cuda":
-            settings = CUDA_OPTIONS
+        settings = {"dtype": "bfloat16", "enforce_eager": True, **engine_options(options)}
         most = max(options.widths) * max(options.concurrency)
         self._llm = LLM(
             self._model,
-            **settings,
-            load_format="dummy",
+            **settings | {"load_format": "dummy"},
             max_model_len=CODEBOOKS * options.history + 64,
             max_num_seqs=most,
             max_logprobs=2 * max(options.widths),
@@ -217,18 +215,18 @@ class Bench:
             n=width, temperature=0.0, max_tokens=CODEBOOKS, detokenize=False,
             ignore_eos=method == "free", extra_args=extra_args,
         )  # fmt: skip
-        engine = self._llm.llm_engine
-        waiting = list(enumerate(prompts))[::-1]
         begun: dict[str, float] = {}
-        latencies, answers = [], []
-        while waiting or begun:
-            while waiting and len(begun) < concurrency:
-                number, prompt = waiting.pop()
-                engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, params)
+
+        def requests() -> Iterator[tuple[str, Any, Any]]:
+            for number, prompt in enumerate(prompts):
                 begun[f"r{number}"] = time.perf_counter()
-            for output in engine.step():
+                yield f"r{number}", {"prompt_token_ids": prompt}, params
+
+        latencies, answers = [], []
+        for _, outputs in served(self._llm, requests(), concurrency):
+            for output in outputs:
                 if output.finished:
-                    latencies.append(time.perf_counter() - begun.pop(output.request_id))
+                    latencies.append(time.perf_counter() - begun[output.request_id])
                     answers.append([list(hypothesis.token_ids) for hypothesis in output.outputs])
         return latencies, answers
 

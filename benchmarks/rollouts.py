@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from support.device import add_device_options, check_device, engine_options, start_engine
-from support.engines import keep_kernel_overrides
+from support.device import add_device_options, check_device, engine_options
+from support.engines import keep_kernel_overrides, served
 from support.harness import Row, add_model_option, option_parser, report_quietly
 from support.peers_engines import available
-from support.replay_data import QUESTIONS_VARIABLE, read_lines
+from support.replay_data import add_file_option, read_lines
 
 from vllm_trie.lab import local_engine
 
@@ -48,45 +45,38 @@ PAUSE = 1.0
 
 
 class Replica:
-    """An engine in this process and the requests that it runs."""
+    """An engine in this process."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.tokens = self.steps = 0
-        """Behind the first token of each request."""
-        self._waiting: deque[tuple[list[int], int]] = deque()  # prompts and seeds
-        self._started: dict[str, bool] = {}
-        """Whether each running request has its first token."""
+        """Of an epoch, behind the first token of each request."""
         self._number = itertools.count()
 
-    def begin(self, samples: Sequence[tuple[list[int], int]]) -> None:
-        """Take an epoch's prompts and seeds."""
+    def run(
+        self, samples: Sequence[tuple[list[int], int]], params: Any, at_once: int
+    ) -> Iterator[None]:
+        """Decode an epoch's prompts with their seeds; yield after each step."""
         self.tokens = self.steps = 0
-        self._waiting.extend(samples)
+        started: set[str] = set()  # requests that have their first token
+        for _, results in served(self.llm, self._requests(samples, params), at_once):
+            for result in results:
+                name, num_new = result.request_id, len(result.outputs[0].token_ids)
+                if name in started:
+                    self.tokens += num_new
+                    self.steps += 1
+                elif num_new:
+                    started.add(name)
+            yield
 
-    def step(self, params: Any, at_once: int) -> bool:
-        """Run a step with at most this number of requests; return False if none is left."""
-        engine = self.llm.llm_engine
-        while self._waiting and len(self._started) < at_once:
-            prompt, seed = self._waiting.popleft()
+    def _requests(
+        self, samples: Sequence[tuple[list[int], int]], params: Any
+    ) -> Iterator[tuple[str, Any, Any]]:
+        for prompt, seed in samples:
             of_sample = params.clone()
             of_sample.seed = seed
             inputs = {"prompt_token_ids": prompt, "cache_salt": "rollouts"}
-            name = f"sample-{next(self._number)}"
-            self._started[name] = False
-            engine.add_request(name, inputs, of_sample)
-        if not self._started:
-            return False
-        for result in engine.step():
-            name, num_new = result.request_id, len(result.outputs[0].token_ids)
-            if self._started[name]:
-                self.tokens += num_new
-                self.steps += 1
-            elif num_new:
-                self._started[name] = True
-            if result.finished:
-                del self._started[name]
-        return True
+            yield f"sample-{next(self._number)}", inputs, of_sample
 
 
 def epoch_rows(replicas: Sequence[Replica], options: Any, row: Row) -> list[Row]:
@@ -108,9 +98,11 @@ def epoch_rows(replicas: Sequence[Replica], options: Any, row: Row) -> list[Row]
             for sample in range(row["n"])
         ]
         start = time.perf_counter()
-        for number, replica in enumerate(replicas):
-            replica.begin(samples[number :: len(replicas)])
-        while sum(replica.step(params, options.at_once) for replica in replicas):
+        runs = [
+            replica.run(samples[number :: len(replicas)], params, options.at_once)
+            for number, replica in enumerate(replicas)
+        ]
+        for _ in itertools.zip_longest(*runs):  # a step of each in turn
             pass
         tokens = sum(replica.tokens for replica in replicas)
         rate = tokens / max(sum(replica.steps for replica in replicas), 1)
@@ -178,7 +170,7 @@ def run(options: Any) -> list[Row]:
             with ExitStack() as stack:
                 engines = []
                 for _ in range(replicas):
-                    llm = start_engine(model, **settings, speculative_config=config)
+                    llm = local_engine.start_engine(model, **settings, speculative_config=config)
                     stack.callback(llm.llm_engine.engine_core.shutdown)
                     keep_kernel_overrides()
                     engines.append(Replica(llm))
@@ -194,12 +186,7 @@ def main() -> None:
     parser = option_parser(__doc__, repeats=1, smoke=smoke | {"questions": None})
     add_model_option(parser, "a chat model; the shipped one if left out")
     add_device_options(parser)
-    parser.add_argument(
-        "--questions",
-        type=Path,
-        default=os.environ.get(QUESTIONS_VARIABLE) and Path(os.environ[QUESTIONS_VARIABLE]),
-        help=f"Spec-Bench's, JSONL; {QUESTIONS_VARIABLE} if left out",
-    )
+    add_file_option(parser, "--questions")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument(
         "--variant", nargs=2, action="append", default=[], metavar=("NAME", "JSON"),

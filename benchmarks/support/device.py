@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from vllm_trie.lab import local_engine
 
 CUDA_OPTIONS: dict[str, Any] = {
     # As vLLM comes: the model's dtype, compiled, with CUDA graphs.
@@ -66,21 +63,9 @@ def check_device(device: str) -> None:
 
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of :func:`start_engine` that the command line decides."""
-    return {"device": options.device, "load_format": options.load_format}
-
-
-def start_engine(
-    model: str,
-    *,
-    device: str = "cpu",
-    speculative_config: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """Start an engine as :func:`vllm_trie.lab.local_engine.start_engine` does, on a device."""
-    if device == "cuda":
-        options = CUDA_OPTIONS | options
-    return local_engine.start_engine(model, speculative_config=speculative_config, **options)
+    """Return the options of an engine on the device that the command line names."""
+    device = CUDA_OPTIONS if options.device == "cuda" else {}
+    return {**device, "load_format": options.load_format}
 
 
 def write_dummy_model(folder: Path) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from support.harness import Row
@@ -54,6 +56,31 @@ def count_steps(llm: Any, prompts: Prompts, params: Any, batch_size: int) -> Row
         "tokens_per_step": sum(len(step.tokens) for step in steps) / len(steps),
         "nodes_per_step": sum(step.tree.num_nodes for step in steps) / len(steps),
     }
+
+
+def served(
+    llm: Any, requests: Iterable[tuple[str, Any, Any]], at_once: int
+) -> Iterator[tuple[float, list[Any]]]:
+    """Answer requests, at most `at_once` at a time: the next one begins when another has ended.
+
+    Args:
+        requests: id, vLLM's input and parameters of each.
+
+    Yields:
+        After each step its seconds, with the intake of its requests, and its outputs.
+    """
+    waiting, num_running = iter(requests), 0
+    while True:
+        start = time.perf_counter()
+        for request in islice(waiting, at_once - num_running):
+            llm.llm_engine.add_request(*request)
+            num_running += 1
+        if not num_running:
+            return
+        outputs = llm.llm_engine.step()
+        seconds = time.perf_counter() - start
+        num_running -= sum(output.finished for output in outputs)
+        yield seconds, outputs
 
 
 def after_each_step(llm: Any, call: Callable[[Any], None]) -> None:

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from support.device import start_engine
-from support.engines import each_schedule, keep_kernel_overrides
+from support.engines import each_schedule, keep_kernel_overrides, served
 from support.harness import Progress, take_turns
 from support.paper_drafter import PaperDrafter
-from vllm_trie.lab import smollm2
+from vllm_trie.lab import local_engine, smollm2
 from vllm_trie.lab.local_engine import NGRAM, decode_steps, runner_of, trees_of
 
 if TYPE_CHECKING:
@@ -142,11 +140,8 @@ class Contestant:
 
     def __init__(self, method: str, model: str, max_num_seqs: int = 1, **settings: Any) -> None:
         self.method = method
-        self.llm = start_engine(
-            model,
-            max_num_seqs=max_num_seqs,
-            speculative_config=METHODS[method],
-            **settings,
+        self.llm = local_engine.start_engine(
+            model, max_num_seqs=max_num_seqs, speculative_config=METHODS[method], **settings
         )
         keep_kernel_overrides()
         self._runner, self._trees = runner_of(self.llm), trees_of(self.llm)
@@ -225,27 +220,23 @@ class Contestant:
         Yields:
             After each step.
         """
-        engine, waiting, running = self.llm.llm_engine, deque(enumerate(load.questions)), 0
+        prompts = local_engine.inputs_of(
+            [question.prompt for question in load.questions], str(self._memory)
+        )
+        requests = [
+            (f"prompt-{index}", prompt, _params_of(question))
+            for index, (prompt, question) in enumerate(zip(prompts, load.questions, strict=True))
+        ]
         outputs: list[list[int]] = [[] for _ in load.questions]
         seconds, num_tokens, steps, nodes, before = 0.0, 0, 0, [0], self._part_seconds()
         with each_schedule(self.llm, _count_nodes(nodes)):
-            while waiting or running:
-                start = time.perf_counter()
-                while waiting and running < load.at_once:
-                    index, question = waiting.popleft()
-                    prompt = {
-                        "prompt_token_ids": list(question.prompt),
-                        "cache_salt": str(self._memory),
-                    }
-                    engine.add_request(f"prompt-{index}", prompt, _params_of(question))
-                    running += 1
-                for result in engine.step():
+            for step_seconds, results in served(self.llm, requests, load.at_once):
+                seconds += step_seconds
+                for result in results:
                     output, new = outputs[_index_of(result.request_id)], result.outputs[0].token_ids
                     steps += bool(output and new)
                     output.extend(new)
                     num_tokens += len(new)
-                    running -= result.finished
-                seconds += time.perf_counter() - start
                 yield Progress(seconds, num_tokens)
         after = self._part_seconds()
         parts = {part: after[part] - before[part] for part in PARTS}
