@@ -18,17 +18,17 @@ prompt, by the engine's model.
     python benchmarks/beam.py --json beam.json
 
 `--wide` measures the searches of generative recommendation and retrieval: a few tokens, hundreds of
-hypotheses, with and without a catalogue of random items of as many tokens (not for `vllm`, which
-has no such constraint). `requests_per_s` is the prompts over the time of all. `cpu_ms` is the
-processor time, which other work on the machine disturbs less. Nobody decodes text, except for
-`vllm`. `equal_to_trie` is the share of prompts and hypotheses whose tokens and order are those of
-`trie`; vLLM's own search counts the prompt in its scores' lengths, which are equal here.
+hypotheses. `requests_per_s` is the prompts over the time of all. `cpu_ms` is the processor time,
+which other work on the machine disturbs less. Nobody decodes text, except for `vllm`.
+`equal_to_trie` is the share of prompts and hypotheses whose tokens and order are those of `trie`;
+vLLM's own search counts the prompt in its scores' lengths, which are equal here. Searches inside a
+catalogue are in recommend.py.
 
     python benchmarks/beam.py --wide --eager --json wide.json
     python benchmarks/beam.py --wide --eager --widths 400 --prompt-lens 200 --num-prompts 1
 
-`--parts` measures where a native search's processor time goes, with the loads of `--wide`, without
-catalogues. `products_ms` are the matrix products of the model and its logits (`logits_ms`). These,
+`--parts` measures where a native search's processor time goes, with the loads of `--wide`.
+`products_ms` are the matrix products of the model and its logits (`logits_ms`). These,
 `attention_ms` and `kv_writes_ms` are parts of `forward_ms`, but for the logits. `host_ms_per_step`
 is all that is neither forward pass, logits nor KV copies, over the new tokens.
 
@@ -41,16 +41,14 @@ import argparse
 import functools
 import inspect
 import itertools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 from support.beam_parts import PARTS_COLUMNS, measure_parts
 from support.beam_peers import Hypotheses, search_with_hf, search_with_vllm
-from support.device import CUDA_OPTIONS, add_device_options, check_device
+from support.device import add_device_options, check_device, engine_options
 from support.engines import each_schedule, scheduler_of
 from support.harness import (
     Row,
@@ -61,13 +59,7 @@ from support.harness import (
     report,
     write_json,
 )
-from support.wide_beams import (
-    WIDE_COLUMNS,
-    WIDE_DEFAULTS,
-    allowed_tokens,
-    build_catalogues,
-    measure_wide,
-)
+from support.wide_beams import WIDE_COLUMNS, WIDE_DEFAULTS, measure_wide
 
 from vllm_trie.lab import local_engine
 
@@ -78,7 +70,7 @@ COLUMNS = (
 )  # fmt: skip
 DEFAULTS = {
     "methods": ["trie", "vllm", "hf", "plain"], "widths": [4, 8, 16], "prompt_lens": [50, 1500],
-    "num_prompts": [1, 8], "tokens": [64], "constrained": [False],
+    "num_prompts": [1, 8], "tokens": [64],
 }  # fmt: skip
 METHODS = ("trie", "vllm", "hf", "plain")
 # Hugging Face copies the prompt's KV to every beam of every prompt: 128 of 1500 tokens would take
@@ -93,7 +85,6 @@ class Load(NamedTuple):
     beam_width: int
     num_prompts: int
     new_tokens: int
-    constrained: bool = False
 
 
 class Usage(NamedTuple):
@@ -115,24 +106,19 @@ class Bench:
         self._source = AutoTokenizer.from_pretrained(options.model).encode(_text())
         longest = max(options.prompt_lens) + max(options.tokens)
         most = max(options.widths) * max(options.num_prompts)
-        settings: dict[str, Any] = {"dtype": options.dtype}
-        plugin: dict[str, Any] = {"items": options.catalogues}
-        if options.device == "cuda":
-            settings = CUDA_OPTIONS
+        settings = {"dtype": options.dtype, **engine_options(options)}
         self._llm = LLM(
             options.model,
-            **settings | {"enforce_eager": options.eager, "load_format": options.load_format},
+            **settings | {"enforce_eager": options.eager},
             max_model_len=longest + 64,
             max_num_seqs=most,
             max_logprobs=2 * max(options.widths),  # as many as vLLM's own search asks for
             max_num_batched_tokens=4096,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_gib << 30,
-            additional_config={"vllm_trie": plugin},
         )
         for cache in local_engine.runner_of(self._llm).kv_caches:
             cache.zero_()  # memory is mapped at its first use, which is not a search's time
-        self._catalogues = options.catalogues
         self.block_size = scheduler_of(self._llm).block_size
         dtype = self._llm.llm_engine.vllm_config.model_config.dtype
         if "hf" in options.methods:
@@ -172,11 +158,9 @@ class Bench:
         return [[list(output.token_ids) for output in result.outputs] for result in results]
 
     def _run_trie(self, load: Load) -> Hypotheses:
-        extra_args: dict[str, Any] = {"beam_width": load.beam_width}
-        if load.constrained:
-            extra_args["items"] = str(load.new_tokens)
+        extra_args = {"beam_width": load.beam_width}
         params = self._sampling_params(
-            load, temperature=0.0, ignore_eos=not load.constrained, extra_args=extra_args
+            load, temperature=0.0, ignore_eos=True, extra_args=extra_args
         )
         return self._generate(load, params)
 
@@ -188,11 +172,7 @@ class Bench:
         return search_with_vllm(self._llm, self.prompts(load), load.beam_width, load.new_tokens)
 
     def _run_hf(self, load: Load) -> Hypotheses:
-        allowed = None
-        if load.constrained:
-            allowed = allowed_tokens(self._catalogues[str(load.new_tokens)], load.prompt_len)
-        prompts = self.prompts(load)
-        return search_with_hf(self._hf, prompts, load.beam_width, load.new_tokens, allowed)
+        return search_with_hf(self._hf, self.prompts(load), load.beam_width, load.new_tokens)
 
     def score(self, prompt: list[int], output: list[int]) -> float:
         """Return the mean log-probability of an output's tokens."""
@@ -287,7 +267,7 @@ def measure(bench: Bench, options: argparse.Namespace, load: Load) -> list[Row]:
 
 
 def _options() -> argparse.Namespace:
-    smoke = {"widths": [2], "prompt_lens": [20], "num_prompts": [1], "tokens": [4], "items": 1000}
+    smoke = {"widths": [2], "prompt_lens": [20], "num_prompts": [1], "tokens": [4]}
     parser = option_parser(__doc__, smoke={**smoke, "eager": True, "kv_cache_gib": 1})
     add_model_option(parser, "model folder; the shipped one if left out")
     parser.add_argument("--wide", action="store_true", help="short, wide searches; see above")
@@ -297,11 +277,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompt-lens", nargs="+", type=int)
     parser.add_argument("--num-prompts", nargs="+", type=int)
     parser.add_argument("--tokens", nargs="+", type=int, help="new tokens of each hypothesis")
-    parser.add_argument(
-        "--constrained", nargs="+", type=lambda given: given == "yes", metavar="{yes,no}",
-        help="with --wide: searches inside a catalogue, or without one; both if left out",
-    )  # fmt: skip
-    parser.add_argument("--items", type=int, default=1_000_000, help="items of a catalogue")
     parser.add_argument("--block-size", type=int, help="tokens of a KV block")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--kv-cache-gib", type=int, default=2)
@@ -309,7 +284,7 @@ def _options() -> argparse.Namespace:
     add_device_options(parser)
     options = parser.parse_args()
     if options.parts:
-        options.wide, options.methods, options.constrained = True, ["trie"], [False]
+        options.wide, options.methods = True, ["trie"]
     for name, value in (WIDE_DEFAULTS if options.wide else DEFAULTS).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -319,30 +294,20 @@ def _options() -> argparse.Namespace:
 def run(measure_load: Callable[..., list[Row]], options: argparse.Namespace) -> list[Row]:
     """Measure all loads on the same engines."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        constrained = options.wide and True in options.constrained
-        lengths = options.tokens if constrained else []
-        options.catalogues = build_catalogues(Path(folder), lengths, options.items)
+    with local_engine.silence(not options.verbose):
+        bench = Bench(options)
+        if options.wide:
+            smallest = min(options.prompt_lens), min(options.widths), 1, min(options.tokens)
+            for name in options.methods:  # warms up
+                bench.run(name, Load(*smallest))
+    for load in itertools.starmap(
+        Load,
+        itertools.product(options.prompt_lens, options.widths, options.num_prompts, options.tokens),
+    ):
         with local_engine.silence(not options.verbose):
-            bench = Bench(options)
-            if options.wide:
-                smallest = min(options.prompt_lens), min(options.widths), 1, min(options.tokens)
-                for name in options.methods:  # warms up
-                    bench.run(name, Load(*smallest))
-        for load in itertools.starmap(
-            Load,
-            itertools.product(
-                options.prompt_lens,
-                options.widths,
-                options.num_prompts,
-                options.tokens,
-                options.constrained,
-            ),
-        ):
-            with local_engine.silence(not options.verbose):
-                rows += measure_load(bench, options, load)
-            print(f"measured {load}", flush=True)
-            write_json(rows, options.json)  # what there is, if the run is cut off
+            rows += measure_load(bench, options, load)
+        print(f"measured {load}", flush=True)
+        write_json(rows, options.json)  # what there is, if the run is cut off
     return rows
 
 

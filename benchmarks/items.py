@@ -6,7 +6,7 @@ the build takes, without pages of files, and bytes per item, for a NumPy array a
 children and, for comparison, the top 2b of every row over the vocabulary, which a search without a
 constraint takes. Both exclude the normalizer. `rules` rows give the time of a request's deny-list
 of ids, and the microseconds that it adds to a step, without the choice among the children. Whole
-searches are in `beam.py --wide` and `recommend.py`.
+searches are in `recommend.py`.
 
     python benchmarks/items.py --items 1000000
 """

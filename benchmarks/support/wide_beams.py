@@ -1,4 +1,4 @@
-"""The part of `beam.py --wide`: its loads, catalogues, Hugging Face's constraint, and its rows."""
+"""The part of `beam.py --wide`: its loads and rows; random items, and Hugging Face's constraint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ import numpy as np
 from support.harness import Row, Timed, interleave, median_ratio, median_seconds
 
 WIDE_COLUMNS = (
-    "method", "constrained", "prompt_len", "max_tokens", "beam_width", "num_prompts", "total_ms",
-    "cpu_ms", "requests_per_s", "ratio_to_trie", "cpu_ratio_to_trie", "equal_to_trie",
+    "method", "prompt_len", "max_tokens", "beam_width", "num_prompts", "total_ms", "cpu_ms",
+    "requests_per_s", "ratio_to_trie", "cpu_ratio_to_trie", "equal_to_trie",
 )  # fmt: skip
 WIDE_DEFAULTS = {
     "methods": ["trie", "vllm", "hf"], "widths": [10, 50, 100, 200, 400],
     "prompt_lens": [200, 1500], "num_prompts": [1, 4], "tokens": [3, 4, 8],
-    "constrained": [False, True],
 }  # fmt: skip
-VALUES = 256  # of each token of a random item
 HF_MAX_TOKENS_WIDE = 100_000  # a few new tokens
 
 
@@ -57,10 +55,7 @@ def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list
 def measure_wide(bench: Any, options: Namespace, load: Any) -> list[Row]:
     """Return the rows of one load of `--wide`, one for each method."""
     size = load.num_prompts * load.beam_width * load.prompt_len
-    left_out = {"vllm"} if load.constrained else set()
-    if size > HF_MAX_TOKENS_WIDE:
-        left_out.add("hf")
-    methods = [name for name in options.methods if name not in left_out]
+    methods = [name for name in options.methods if name != "hf" or size <= HF_MAX_TOKENS_WIDE]
 
     def run(name: str) -> tuple[float, list[list[list[int]]]]:
         start = time.process_time()
@@ -76,7 +71,6 @@ def measure_wide(bench: Any, options: Namespace, load: Any) -> list[Row]:
     return [
         {
             "method": name,
-            "constrained": load.constrained,
             "prompt_len": load.prompt_len,
             "max_tokens": load.new_tokens,
             "beam_width": load.beam_width,
@@ -106,17 +100,3 @@ def compared(
         "cpu_ratio_to_trie": cpu[name] / cpu["trie"],
         "equal_to_trie": sum(theirs == ours for theirs, ours in pairs) / len(pairs),
     }
-
-
-def build_catalogues(folder: Path, lengths: list[int], count: int) -> dict[str, str]:
-    """Build one catalogue of random items for each length; return name to file."""
-    from vllm_trie.extras.items import build_items, read_items
-
-    paths = {}
-    for length in lengths:
-        digits = np.random.default_rng(length).integers(VALUES, size=(count, length))
-        items = np.unique((digits + VALUES * np.arange(length)).astype(np.int32), axis=0)
-        np.save(folder / "items.npy", items)
-        paths[str(length)] = str(folder / f"{length}.trie")
-        build_items(Path(paths[str(length)]), read_items(folder / "items.npy"))
-    return paths

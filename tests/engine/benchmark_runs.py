@@ -17,7 +17,7 @@ from tests.processes import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 VARIANTS = {
-    "beam": [[], ["--wide", "--constrained", "yes"], ["--parts"]],
+    "beam": [[], ["--wide"], ["--parts"]],
 }
 """Further options, for what the defaults do not print."""
 
