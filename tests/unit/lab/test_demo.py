@@ -37,7 +37,7 @@ class FakeEngines:
         self.outputs = outputs
         self.clock = 0.0
         monkeypatch.setattr(measure, "generate", self.generate)
-        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.clock)
+        monkeypatch.setattr(local_engine.time, "perf_counter", lambda: self.clock)
 
     def generate(self, llm: str, prompts: Any, params: Any) -> Any:
         self.runs.append(llm)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from vllm_trie.lab.local_engine import RequestStep, decode_steps, generate
+from vllm_trie.lab.local_engine import RequestStep, decode_steps, generate, interleave
 
 PLAIN = "plain"
 """The engine without speculation, the baseline."""
@@ -124,28 +124,24 @@ def compare(
     Returns:
         The row, plain vLLM's outputs, and the method's steps with trees.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    outputs: dict[str, list[list[list[int]]]] = {name: [] for name in engines}
     method = list(engines)[-1]
-    num_steps, observed = 0, list[ObservedStep]()
-    for repeat in range(repeats):
-        for name in list(engines) if repeat % 2 == 0 else reversed(list(engines)):
-            advance(f"{', '.join(names)}: {name}")
-            start = time.perf_counter()
-            if name == method:
-                decoded, num_steps, observed = observe(engines[name], names, prompts, params)
-            else:
-                decoded = generate(engines[name], prompts, params)
-            seconds[name].append(time.perf_counter() - start)
-            outputs[name].append(decoded)
-    expected = outputs[PLAIN][0]
+
+    def run(name: str) -> tuple[list[list[int]], int, list[ObservedStep]]:
+        advance(f"{', '.join(names)}: {name}")
+        if name == method:
+            return observe(engines[name], names, prompts, params)
+        return generate(engines[name], prompts, params), 0, []
+
+    timed = interleave({name: partial(run, name) for name in engines}, repeats)
+    expected = timed[PLAIN][0][1][0]
+    _, (_, num_steps, observed) = timed[method][-1]
     row = Row(
         ", ".join(names),
         sum(map(len, expected)),
-        {name: median(times) for name, times in seconds.items()},
+        {name: median(seconds for seconds, _ in runs) for name, runs in timed.items()},
         num_steps,
-        sum(each.step.tree.num_nodes for each in observed),
-        all(decoded == expected for decoded in [*outputs[PLAIN], *outputs[method]]),
+        sum(observation.step.tree.num_nodes for observation in observed),
+        all(decoded == expected for _, (decoded, _, _) in [*timed[PLAIN], *timed[method]]),
     )
     return row, expected, observed
 
