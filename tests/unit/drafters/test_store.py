@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.oracles.ngrams.backend import PythonBackend
 from tests.unit.drafters.support import end, make_drafter, make_request
 from vllm_trie.drafts.ngram_trie.drafter import BLEND
-from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
+from vllm_trie.drafts.ngram_trie.store import TEXT_TOKENS, RequestStore, prompt_print
 from vllm_trie.drafts.ngrams import NativeBackend
 
 QUESTION = [1, 2, 3]
@@ -150,9 +150,12 @@ def test_a_text_that_was_evicted_is_no_answer():
 
 
 def test_texts_come_and_go_a_bounded_number_of_tokens_at_a_time():
-    """In the end the index is as if they had come at once, whatever was asked meanwhile."""
+    """In the end the index is as if they had come at once, whatever was asked meanwhile.
+
+    There is room for 45 tokens of three texts.
+    """
     texts = [np.arange(start, start + 20, dtype=np.int32) % 7 for start in range(4)]
-    store = RequestStore(NativeBackend(BLEND), max_order=4, max_tokens=45)
+    store = RequestStore(NativeBackend(BLEND), max_order=4, max_tokens=45 + 3 * TEXT_TOKENS)
     for text in texts:
         store.add(None, text)
     assert len(store.texts()) == 2, "of those that nobody takes in the last ones wait"
@@ -181,7 +184,7 @@ def test_prompts_are_not_stored():
 
 
 def test_the_least_recently_used_text_goes_first():
-    store = RequestStore(PythonBackend(BLEND), max_order=4, max_tokens=30)
+    store = RequestStore(PythonBackend(BLEND), max_order=4, max_tokens=30 + 3 * TEXT_TOKENS)
     for start in (0, 100, 200):
         add(store, "salt", np.arange(start, start + 10, dtype=np.int32))
     store.mark_used("salt", 0)
@@ -196,7 +199,7 @@ def test_the_least_recently_used_text_goes_first():
 
 
 def test_a_match_counts_as_use():
-    drafter = make_drafter(store_tokens=10)
+    drafter = make_drafter(store_tokens=10 + 2 * TEXT_TOKENS)
     for i, answer in enumerate(([10, 11, 12, 13, 14], [20, 21, 22, 23, 24])):
         end(drafter, make_request([i, *answer], str(i), num_prompt_tokens=1))
     drafter.propose([make_request([5, 10, 11, 12], "x", num_prompt_tokens=4)])
@@ -214,9 +217,10 @@ def test_the_bound_holds(additions):
         add(store, salt, np.arange(size, dtype=np.int32))
         held = [store.index(salt) for salt in (None, "a", "b")]
         assert store.num_tokens == sum(index.num_tokens for index in held if index)
+        num_texts = len(store.texts())
         assert store.num_tokens <= 25
+        assert num_texts <= 1 or store.num_tokens + TEXT_TOKENS * num_texts <= 25
         assert size == 0 or store.index(salt) is not None
-    assert len(store.texts()) <= 25
 
 
 def test_of_a_text_too_long_the_end_is_kept():
@@ -237,7 +241,7 @@ def test_texts_that_are_there_are_not_restored_again():
 
 
 def test_the_other_of_two_equal_texts_is_not_restored_either():
-    store = RequestStore(PythonBackend(BLEND), 4, 25)
+    store = RequestStore(PythonBackend(BLEND), 4, 25 + 2 * TEXT_TOKENS)
     text = np.arange(10, dtype=np.int32)
     add(store, None, text)
     add(store, None, text)

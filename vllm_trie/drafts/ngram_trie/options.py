@@ -34,8 +34,9 @@ class NgramTrieOptions(_OfArchive):
         default=262_144,
         ge=0,
         le=1 << 28,
-        description="Tokens of finished requests' outputs to draft from, about 200 bytes each; the "
-        "least recently used go first, and requests share them within a cache_salt. 0: no store.",
+        description="Tokens of finished requests' outputs to draft from, and 12 for each output, "
+        "about 200 bytes each; the least recently used go first, and requests share them within a "
+        "cache_salt. 0: no store.",
     )
     index_tokens: int = Field(
         default=INDEX_TOKENS,

@@ -21,6 +21,8 @@ _Key = tuple[bytes, int]
 """Digest of a salt, and a text's number in its index."""
 PROMPT_TOKENS = 32
 """A fingerprint covers as many of a prompt's end: a chat template's tail, and more."""
+TEXT_TOKENS = 12
+"""Tokens that a text counts as in addition, for its own memory and that of its salt's index."""
 
 
 def prompt_print(key: bytes, cache_salt: str | None, prompt: np.ndarray) -> bytes:
@@ -31,7 +33,7 @@ def prompt_print(key: bytes, cache_salt: str | None, prompt: np.ndarray) -> byte
 
 
 class RequestStore:
-    """The outputs of finished requests, up to a number of tokens.
+    """The outputs of finished requests, up to a number of tokens, and `TEXT_TOKENS` for each.
 
     Requests with different cache salts never see one another's text: each salt has its own index
     (requests without a salt share one). The bound is over all salts together; the text that was
@@ -115,13 +117,14 @@ class RequestStore:
             else:
                 text, (_, number), size = self._entering
             part = text.token_ids[size : size + max_tokens]
-            self._make_room(len(part))
+            cost = len(part) + (TEXT_TOKENS if size == 0 else 0)
+            self._make_room(cost)
             index = self._indexes.get(text.salt)
             if index is None:
                 index = self._indexes[text.salt] = self._backend.new_index(self._max_order)
             key = text.salt, index.add_text(part, number)
             self.num_tokens += len(part)
-            max_tokens -= len(part)
+            max_tokens -= cost
             size += len(part)
             self._entering = text, key, size
             if size == len(text.token_ids):
@@ -175,14 +178,24 @@ class RequestStore:
         self._waiting.append(text)
         self._digests[_digest(text)] += 1
         self._num_waiting += len(text.token_ids)
-        while self._num_waiting > self._max_tokens:  # nobody drafts, so nobody takes them in
+        while len(self._waiting) > 1 and (  # nobody drafts, so nobody takes them in
+            self._num_waiting + TEXT_TOKENS * len(self._waiting) > self._max_tokens
+        ):
             oldest = self._waiting.popleft()
             self._forget_digest(oldest)
             self._num_waiting -= len(oldest.token_ids)
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Remove the ends of the oldest texts until so many tokens fit."""
-        while (excess := self.num_tokens + num_tokens - self._max_tokens) > 0:
+    @property
+    def _size(self) -> int:
+        """Tokens that are indexed, and those that their texts count as."""
+        parts = (self._entering is not None) + (self._leaving is not None)
+        return self.num_tokens + TEXT_TOKENS * (len(self._texts) + parts)
+
+    def _make_room(self, cost: int) -> None:
+        """Remove the ends of the oldest texts until so much fits, or all of them."""
+        while (excess := self._size + cost - self._max_tokens) > 0 and (
+            self._texts or self._leaving
+        ):
             if self._leaving is None:
                 key, text = self._texts.popitem(last=False)
                 self._forget_digest(text)
