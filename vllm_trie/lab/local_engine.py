@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import typer
+
 from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -148,8 +150,6 @@ def checked_length(
     Raises:
         typer.BadParameter: The model has fewer positions.
     """
-    import typer
-
     length = room_for(max(map(len, prompts)), max_tokens, nodes)
     limit: int = text_config(model).max_position_embeddings
     if length > limit:
@@ -229,28 +229,38 @@ def kv_shape(config: Any) -> tuple[int, int]:
 
 
 def text_config(model: str) -> Any:
-    """Return Hugging Face's configuration of the model's language part."""
+    """Return Hugging Face's configuration of the model's language part.
+
+    Raises:
+        typer.BadParameter: There is none.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model).get_text_config()
+    with _errors_name_the_model(model, "cannot be loaded"):
+        return AutoConfig.from_pretrained(model).get_text_config()
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(model: str) -> Any:
     """Return a model's tokenizer from Transformers.
 
     Raises:
         typer.BadParameter: There is none.
     """
-    import typer
     from transformers import AutoTokenizer
 
+    with _errors_name_the_model(model, "has no tokenizer that can be loaded"):
+        return AutoTokenizer.from_pretrained(model)
+
+
+@contextmanager
+def _errors_name_the_model(model: str, problem: str) -> Iterator[None]:
     try:
-        return AutoTokenizer.from_pretrained(name)
+        yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise typer.BadParameter(
-            f"{name!r} has no tokenizer that can be loaded ({reason}); give the folder of a "
-            "Hugging Face model or a name on the hub",
+            f"{model!r} {problem} ({reason}); give the folder of a Hugging Face model or a name on "
+            "the hub",
             param_hint="--model",
         ) from None
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from vllm_trie.lab import local_engine, models
-from vllm_trie.lab.check.parts import SHIPPED_DTYPE, Part, Settings, all_parts
+from vllm_trie.lab.check.parts import Part, Settings, all_parts
 from vllm_trie.lab.check.processes import run_parts
 from vllm_trie.lab.check.report import Report, safe_options
 
@@ -107,18 +107,9 @@ def _parts(quick: bool, dtypes: list[str], names: Sequence[str]) -> list[Part]:
 
 def _dtypes(model: str, quick: bool) -> list[str]:
     """Return float32, and without `quick` the model's own dtype."""
-    model_dtype = SHIPPED_DTYPE
+    model_dtype = "bfloat16"
     if not models.is_shipped(model):
-        try:
-            dtype = local_engine.text_config(model).dtype
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise typer.BadParameter(
-                f"{model!r} cannot be loaded ({reason}); give the folder of a Hugging Face model "
-                "or a name on the hub",
-                param_hint="--model",
-            ) from None
-        model_dtype = str(dtype).removeprefix("torch.")
+        model_dtype = str(local_engine.text_config(model).dtype).removeprefix("torch.")
     if quick or model_dtype not in DTYPES:
         return ["float32"]
     return list(dict.fromkeys(["float32", model_dtype]))

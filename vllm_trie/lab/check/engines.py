@@ -22,9 +22,7 @@ CHAIN_TOKENS = 8
 
 def prompts(settings: Settings) -> list[list[int]]:
     """Return the demo's prompts as tokens of the model, as chats if it has a chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    tokenizer = local_engine.load_tokenizer(settings.model)
     encoded = [prompt_tokens(tokenizer, prompt.message) for prompt in chat_prompts()]
     return encoded[::2] if settings.quick else encoded
 

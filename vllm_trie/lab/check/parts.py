@@ -12,8 +12,6 @@ from vllm_trie.drafts import available_methods
 Status = Literal["passed", "failed", "not applicable"]
 _METHODS = ("ngram_trie", "lookahead_trie", "trie_union", "medusa_dynamic")
 METHODS = tuple(method for method in _METHODS if method in available_methods())
-SHIPPED_DTYPE = "bfloat16"
-"""Checked next to float32 where the model that ships is taken."""
 
 
 class Settings(BaseModel):
