@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_trie.command_errors import errors_end_the_command
 from vllm_trie.extras.traces.trace_file import Trace, read_trace
 from vllm_trie.lab import local_engine, models
 from vllm_trie.lab.explore.page import Beams, page
@@ -137,8 +138,11 @@ def _page_of_runs(
                 record(llm, method, token_ids, warm_up, Path(folder))
                 traces.append(record(llm, method, token_ids, params, Path(folder)))
         if beam_width:
-            with local_engine.engine(
-                path, max_model_len=length, max_num_seqs=max(8, beam_width), block_size=32
-            ) as llm:
+            with (
+                local_engine.engine(
+                    path, max_model_len=length, max_num_seqs=max(8, beam_width), block_size=32
+                ) as llm,
+                errors_end_the_command(),
+            ):
                 beams = record_beams(llm, beam_width, token_ids, max_tokens)
     return page(traces, tokenizer.decode, beams)
