@@ -995,6 +995,31 @@ def test_a_request_that_ends_in_a_pause_is_released_with_its_last_token(steps, m
     assert ahead.drafter.ended == {"b": [11, 12, 9, 10, 11, 3]}
 
 
+def test_a_request_that_ends_in_a_step_ahead_has_no_rejected_draft(steps):
+    """vLLM takes it out of its batch before the host reads the step that verified its draft."""
+    ahead = Ahead(True)
+    budget = ahead.adapter.trees.budget = NodeBudget()
+    judged: list[list[int]] = []
+    budget.observe_verified = lambda trees, accepted: judged.append(  # type: ignore[method-assign]
+        [tree.num_nodes for tree in trees]
+    )
+    for name in "ab":
+        ahead.add(name, [7, 8])
+    ahead.run({"a": [11], "b": [21]}, {"a": [12, 9], "b": [22, 9]})
+    resume = ahead.adapter.resume
+
+    def ends(part: Any, *made: Any) -> Any:
+        if part == "requests":
+            ahead.adapter.release(["b"])
+        return resume(part, *made)
+
+    ahead.adapter.resume = ends  # type: ignore[method-assign]
+    ahead.run({"a": [10]})
+    assert len(ahead.device_waits) == 2
+    assert judged[-1] == [WIDTH, 0]
+    assert ahead.statistics().tokens == 1 + 1 + 2
+
+
 def test_nothing_is_launched_ahead_where_the_device_gives_up(steps, monkeypatch):
     """Three times in a row: for ten minutes, as the host may only have stopped for a moment."""
     ahead = Ahead(True)

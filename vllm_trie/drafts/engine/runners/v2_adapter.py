@@ -54,6 +54,7 @@ from vllm_trie.drafts.engine.verification.compaction import compact
 from vllm_trie.drafts.engine.verification.kernels import likeliest_on_device
 from vllm_trie.drafts.engine.verifier import EarlyDrafts, TreeVerifier
 from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
+from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -508,6 +509,9 @@ class V2Adapter(Adapter):
         new_tokens = [
             text.extend(row[:count]) if self._is_running(text) else [] for text, row, count in rows
         ]
+        # Nobody takes the tokens of a request that has ended meanwhile: its draft is not rejected.
+        pairs = zip(step.trees, launched.texts, strict=True)
+        step.trees = [t if self._is_running(text) else TokenTree.empty() for t, text in pairs]
         self.trees.accept(step, step.paths_of(new_tokens))
         self.trees.end_step(step, new_tokens)
         return new_tokens
