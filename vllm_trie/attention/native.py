@@ -13,7 +13,7 @@ import torch
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.attention.tree_batch import TreeBatch
-from vllm_trie.native import SHARED_HEADERS, NativeLibrary
+from vllm_trie.native import NativeLibrary
 
 _FOLDER = Path(__file__).parent / "cpu"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -22,11 +22,7 @@ _MULTIPLE = 16
 AMX of twice as many."""
 
 
-LIBRARY = NativeLibrary(
-    "attention",
-    sorted(_FOLDER.glob("*.cpp")),
-    [*sorted(_FOLDER.glob("*.hpp")), *SHARED_HEADERS],
-)
+LIBRARY = NativeLibrary("attention", sorted(_FOLDER.glob("*.cpp")), sorted(_FOLDER.glob("*.hpp")))
 
 
 class NativeKernels:

@@ -3,7 +3,6 @@
 from vllm_trie.native.library import (
     FOLDER,
     INSTRUCTION_SETS,
-    SHARED_HEADERS,
     CoreError,
     NativeLibrary,
     cpu_flags,
@@ -13,7 +12,6 @@ from vllm_trie.native.library import (
 __all__ = [
     "FOLDER",
     "INSTRUCTION_SETS",
-    "SHARED_HEADERS",
     "CoreError",
     "NativeLibrary",
     "cpu_flags",

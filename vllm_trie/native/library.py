@@ -17,8 +17,6 @@ from struct import Struct
 from vllm_trie.native.interface import Interface
 
 FOLDER = Path(__file__).parent / "cores"
-SHARED_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.hpp")))
-"""Vectors of floats and parallel regions, for the sources of any library."""
 
 _V3 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

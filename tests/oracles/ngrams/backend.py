@@ -10,6 +10,9 @@ from tests.oracles.ngrams.mixture import Answer, Heads, Kind, Mixture, grow
 from vllm_trie.drafts.ngrams.blend import Blend
 from vllm_trie.drafts.ngrams.job import Candidates, Draft, Job
 
+USE_LENGTH = 3
+"""A match of this many tokens counts as a use of the stored text in which it was found."""
+
 
 class PythonBackend:
     """The readable twin."""
@@ -43,6 +46,6 @@ class PythonBackend:
         answer = None if job.store is None else Answer(job.answer, job.output_begin)
         contexts = grow(tree, mixture, tokens, heads, answer)
         used_text = -1
-        if job.store is not None and len(contexts[1]) > blend.use_length:
+        if job.store is not None and len(contexts[1]) > USE_LENGTH:
             used_text = contexts[1][-1].text
         return Draft(tree.lay_out(), used_text)

@@ -1,9 +1,41 @@
 // Small matrix products: a tile of rows times a strip of columns, accumulated in registers.
 #pragma once
 
-#include "../../native/multiplier.hpp"
+#include "../../native/vectors.hpp"
 
 namespace vllm_trie {
+
+// Products of elements of a type: of floats, or of the type itself where the machine multiplies
+// pairs of it, exactly, and adds them in float32.
+template <typename T>
+struct Multiplier {
+  using Element = float;
+  using Vector = Floats;
+  static constexpr int kSize = kLanes;  // elements that one instruction multiplies
+  static Vector load_row(const float* from) { return load(from); }
+  static Vector repeat(const float* from) { return broadcast(*from); }
+  static Floats add(Floats sum, Vector left, Vector right) {
+    return sum + left * right;  // the compiler decides whether to round in between
+  }
+};
+
+#if defined(VLLM_TRIE_BF16_PRODUCTS)
+template <>
+struct Multiplier<BFloat16> {
+  using Element = BFloat16;
+  using Vector = __m512bh;
+  static constexpr int kSize = 2 * kLanes;
+  static Vector load_row(const BFloat16* from) { return (Vector)_mm512_loadu_si512(from); }
+  static Vector repeat(const BFloat16* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, sizeof(pair));
+    return (Vector)_mm512_set1_epi32(pair);
+  }
+  static Floats add(Floats sum, Vector left, Vector right) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, left, right);
+  }
+};
+#endif
 
 // Columns of a strip: two registers wide. Rows of a tile: as many as the registers hold.
 constexpr int kStrip = 2 * kLanes;

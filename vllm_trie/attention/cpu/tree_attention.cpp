@@ -64,7 +64,7 @@ template <typename Layout>
 class Attention {
  public:
   using T = typename Layout::Element;
-  using Product = RowOf<T>;
+  using Product = typename Multiplier<T>::Element;
   static constexpr bool kMayUseTiles = kCompiledTiles && std::is_same_v<Layout, Pairs>;
 
   explicit Attention(const Arguments& arguments)

@@ -64,5 +64,3 @@ class Blend(NamedTuple):
     long_order: int = 8
     min_order: int = 0
     """Length of the shortest context that is asked."""
-    use_length: int = 3
-    """A match of this many tokens counts as a use of the stored text in which it was found."""

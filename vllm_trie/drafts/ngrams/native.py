@@ -59,10 +59,6 @@ class NativeIndex:
     def num_nodes(self) -> int:
         return int(self._library.ngram_index_num_nodes(self.handle))
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self._library.ngram_index_num_bytes(self.handle))
-
     def add_text(self, token_ids: np.ndarray, text: int | None = None) -> int:
         """Add a text of int32 tokens (negative ones separate), or append them to one; return its
         number."""

@@ -73,7 +73,6 @@ extern "C" Index* ngram_index_new(int32_t max_order) {
 }
 
 extern "C" void ngram_index_free(Index* index) { delete index; }
-extern "C" int64_t ngram_index_num_bytes(const Index* index) { return index->num_bytes(); }
 extern "C" int64_t ngram_index_num_tokens(const Index* index) { return index->num_tokens(); }
 extern "C" int64_t ngram_index_num_nodes(const Index* index) { return index->num_nodes(); }
 

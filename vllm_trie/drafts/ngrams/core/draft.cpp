@@ -23,6 +23,8 @@ const T* take_array(const char*& bytes, int64_t count) {
 constexpr double kMostClaimed = 0.98;
 // Lengths of the text's contexts before which the row of a context of 1, 2 or 3 tokens is asked.
 constexpr int32_t kAskedBefore[4] = {0, 1, 4, 4};
+// Tokens of a match that counts as a use of the stored text in which it was found.
+constexpr int32_t kUseLength = 3;
 constexpr double kLeastWeight = 0.001;  // of a sibling that is not among the likeliest
 
 // The tokens of a context with their probabilities.
@@ -76,7 +78,7 @@ void draft_batch(const char* batch, const NewTokens& step, int32_t* rows) {
         BestFirstTree& tree =
             drafter.draft(job, tokens, of_logits, predicted, job.is_sampled ? sampled : blend);
         rows[0] = tree.size();
-        rows[1] = drafter.used_text(job, blend.use_length);
+        rows[1] = drafter.used_text(job);
         int32_t* nodes = rows + 2;
         tree.lay_out(nodes, nodes + head.stride,
                      reinterpret_cast<float*>(nodes + 2 * head.stride));
@@ -122,9 +124,9 @@ BestFirstTree& Drafter::draft(const DraftJob& job, const int32_t* tokens, const 
     return tree_;
 }
 
-int32_t Drafter::used_text(const DraftJob& job, int32_t min_length) const {
+int32_t Drafter::used_text(const DraftJob& job) const {
     // The store is the second source: only a job with a text of its own has one.
-    if (job.store == nullptr || contexts_[1].size <= min_length) return kNone;
+    if (job.store == nullptr || contexts_[1].size <= kUseLength) return kNone;
     const Match& match = contexts_[1].matches[contexts_[1].size - 1];
     return match.pos != kNone ? match.doc : job.store->last_text(match.node);
 }
@@ -165,7 +167,7 @@ void Drafter::expand(const DraftJob& job, const Candidates& candidates, const Bl
     }
 }
 
-// Every context length of every source has its say, the longest first, and passes on what it is not
+// Blends the contexts of all lengths and sources, the longest first: each passes on what it is not
 // sure of. Returns what is left in the end.
 double Drafter::ask_contexts(const Blend& blend, const Contexts* contexts, int32_t answer_order,
                              double min_left, double smallest) {

@@ -44,7 +44,6 @@ struct Blend {
     double min_left_for_heads;
     int32_t long_order;
     int32_t min_order;
-    int32_t use_length;
 };
 
 inline Source source_of(const Blend& blend, Kind kind, int32_t order, bool is_answer) {
@@ -130,7 +129,7 @@ class Drafter {
                          const Candidates& candidates, const Blend& blend);
     // The text of the job's store in which its last tokens occur, kNone if less than `min_length`
     // of them do.
-    int32_t used_text(const DraftJob& job, int32_t min_length) const;
+    int32_t used_text(const DraftJob& job) const;
 
    private:
     // One for each source.
@@ -162,8 +161,8 @@ class Drafter {
     int32_t answer_order_ = kNone;  // length of the context that is the job's answer so far
     int32_t num_sources_ = 0;
     int32_t last_[4] = {};  // the last tokens of the text, kAnyToken before its first
-    // Where a node is expanded: contexts of the last two tokens and the last; what is likely after
-    // the last token's siblings, and in its place.
+    // Where a node is expanded: contexts of the last one to three tokens; what is likely after the
+    // last token's siblings, and in its place.
     const RecycledContext* recycled_[4] = {};  // by their length
     std::vector<Successor> siblings_, guesses_;
     std::vector<std::array<int32_t, 3>> contexts_of_rows_;

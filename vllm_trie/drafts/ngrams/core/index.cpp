@@ -6,14 +6,6 @@
 
 namespace ngram {
 
-int64_t Index::num_bytes() const {
-    int64_t bytes = static_cast<int64_t>(nodes_.capacity() * (sizeof(Node) + sizeof(Upkeep)) +
-                                         table_.capacity() * sizeof(int32_t));
-    for (const auto& text : owned_)
-        bytes += static_cast<int64_t>(text.capacity() * sizeof(int32_t));
-    return bytes;
-}
-
 void Index::reserve(int32_t doc, int64_t num_tokens) {
     owned_[doc].reserve(owned_[doc].size() + num_tokens);
     const size_t wanted = nodes_.size() - free_nodes_.size() + num_tokens + num_tokens / 2;

@@ -115,7 +115,6 @@ class Index {
 
     int64_t num_tokens() const { return num_tokens_; }
     int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size() - free_nodes_.size()); }
-    int64_t num_bytes() const;
 
     // Give `doc` the tokens [first, first + size): append what is new. Where they do not continue
     // it, begin it anew with them.

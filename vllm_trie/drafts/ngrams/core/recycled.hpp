@@ -1,6 +1,6 @@
 // What the model itself held likely: the likeliest tokens of each row of logits that it computed,
-// after rejected nodes too, by the last two tokens before the row and the last one. The readable
-// twin is tests/oracles/ngrams/recycled.py.
+// after rejected nodes too, by the last three, two and one tokens before the row. The readable twin
+// is tests/oracles/ngrams/recycled.py.
 //
 // Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models
 // with Token Recycling" (2024), section 3; there the table is keyed by one token, and its newest row
