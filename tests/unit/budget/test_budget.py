@@ -15,9 +15,6 @@ from vllm_trie.drafts.budget import AcceptanceCalibration, NodeBudget, StepCost
 from vllm_trie.drafts.budget.allocation import choose_nodes
 from vllm_trie.tree import TokenTree
 
-SAME = np.array([0.0, 1.0]), np.array([0.0, 1.0])
-"""Acceptance rates that are what was predicted."""
-
 
 @st.composite
 def trees(draw, max_nodes: int = 5) -> tuple[np.ndarray, np.ndarray]:
@@ -34,7 +31,7 @@ def trees(draw, max_nodes: int = 5) -> tuple[np.ndarray, np.ndarray]:
 def best_allocation_reference(
     probabilities: Sequence[np.ndarray],
     parents: Sequence[np.ndarray],
-    num_rows: int,
+    num_requests: int,
     seconds: np.ndarray,
 ) -> float:
     """Return the best rate over all sets of nodes that are trees, by trying them all."""
@@ -44,8 +41,8 @@ def best_allocation_reference(
         for chosen in combinations(nodes, size):
             closed = all(parents[r][i] < 0 or (r, int(parents[r][i])) in chosen for r, i in chosen)
             if closed:
-                tokens = num_rows + sum(float(probabilities[r][i]) for r, i in chosen)
-                best = max(best, tokens / seconds[num_rows + size])
+                tokens = num_requests + sum(float(probabilities[r][i]) for r, i in chosen)
+                best = max(best, tokens / seconds[num_requests + size])
     return best
 
 
@@ -57,31 +54,16 @@ def best_allocation_reference(
 def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
     parents = [p for p, _ in forest]
     probabilities = [p for _, p in forest]
-    num_rows = len(forest) + rows_without
+    num_requests = len(forest) + rows_without
     seconds = 1.0 + np.cumsum(slopes)
     assume(any(map(len, probabilities)))
-    full = [p for p in probabilities if len(p)]
-    chosen, tokens_per_second = choose_nodes(full, SAME, num_rows, seconds)
-    best = best_allocation_reference(probabilities, parents, num_rows, seconds)
+    rates = np.concatenate(probabilities)
+    chosen, tokens_per_second = choose_nodes(rates, num_requests, seconds)
+    best = best_allocation_reference(probabilities, parents, num_requests, seconds)
     assert tokens_per_second == pytest.approx(best)
     ends = np.cumsum([len(p) for p in parents])
     for keep, parent in zip(np.split(chosen, ends[:-1]), parents, strict=True):
         assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
-
-
-@given(st.lists(trees(), min_size=1, max_size=6), st.integers(0, 2), st.data())
-def test_the_choice_is_by_acceptance_rates(forest, rows_without, data):
-    predicted = [p.astype(np.float32) for _, p in forest if len(p)]
-    assume(predicted)
-    rates = np.cumsum(data.draw(st.lists(st.floats(0.0, 0.2), min_size=5, max_size=5)))
-    points = np.array([0.0, 0.1, 0.25, 0.5, 1.0]), rates
-    seconds = 1.0 + np.cumsum(data.draw(st.lists(st.floats(0, 0.5), min_size=40, max_size=40)))
-    num_rows = len(predicted) + rows_without
-    keep, tokens_per_second = choose_nodes(predicted, points, num_rows, seconds)
-    accepted = [np.interp(tree, *points) for tree in predicted]
-    of_accepted, same = choose_nodes(accepted, SAME, num_rows, seconds)
-    assert keep.tolist() == of_accepted.tolist()
-    assert tokens_per_second == same
 
 
 Seconds = Mapping[int, float]
@@ -100,8 +82,7 @@ def step_cost(seconds: Seconds) -> StepCost:
 
 
 def node_budget(seconds: Seconds, waits: bool = False) -> NodeBudget:
-    budget = NodeBudget()
-    budget.drafting_waits = waits
+    budget = NodeBudget(waits)
     for num_tokens, took in seconds.items():
         budget.cost.expect(num_tokens, took)
     return budget

@@ -52,11 +52,6 @@ class AcceptanceCalibration:
         expected: np.ndarray = np.interp(predicted, _PREDICTED, self._curve())
         return expected
 
-    def points(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 predicted probabilities and the expected rates there; between them the
-        rates are linear."""
-        return _PREDICTED, self._curve()
-
     def predicted_for(self, expected: float) -> float:
         """Return the predicted probability that gives this expected rate; 1 where no prediction is
         high enough."""

@@ -38,66 +38,68 @@ class NodeBudget:
     by predicted probability; the duration of drafting. Drafting pauses when speculation as a whole
     is not worth its time. Each pause is twice as long as the one before.
 
-    Attributes:
+    Args:
         drafting_waits: Whether the host waits for the tokens of a step, where it drafts after it,
             and launches the next one at once elsewhere. Then the durations of steps include the
             wait, and what plain steps save by its absence is learned in pauses.
     """
 
-    drafting_waits = False
-
-    def __init__(self) -> None:
+    def __init__(self, drafting_waits: bool = False) -> None:
+        self.drafting_waits = drafting_waits
         self.cost = StepCost()
         self.acceptance = AcceptanceCalibration()
         self._drafting_seconds = _FIRST_DRAFTING
         self._unwaited_share = 1.0  # duration of a plain step in a pause over that of others
         self._steps = 0
         self._pause = 0
-        self._rows_at_pause = 0
+        self._requests_at_pause = 0
         self._next_pause = 1
         self._drafts = _MOST_DRAFTS - 16  # worth their time, since unwaited steps were measured
         self._is_timed = True  # a step since the last pause began
         self._doubt = 0.0
 
-    def should_draft(self, num_rows: int) -> bool:
+    def should_draft(self, num_requests: int) -> bool:
         """Return whether to draft for the next step; counts steps, and counts down a pause.
 
         Args:
-            num_rows: Requests in the batch. A pause ends early when they are half or twice as many
-                as at its beginning.
+            num_requests: Of the batch. A pause ends early when they are half or twice as many as at
+                its beginning.
         """
         self._steps += 1
         if self._steps % _FADING_STEPS == 0:
             self.acceptance.fade()
-        if self._pause and self._rows_at_pause < 2 * num_rows < 4 * self._rows_at_pause:
+        if self._pause and self._requests_at_pause < 2 * num_requests < 4 * self._requests_at_pause:
             self._pause -= 1
             return False
         self._pause = 0
         return True
 
-    def least_probability(self, num_rows: int) -> float:
+    def least_probability(self, num_requests: int) -> float:
         """Return the predicted probability below which a node cannot be worth its time.
 
         A node is worth its time if it yields more than the step without drafts yields in the same
         time. A margin remains, because it is not known yet how many nodes the step will have.
 
         Args:
-            num_rows: Requests that get a token from the next step.
+            num_requests: Those that get a token from the next step.
         """
         if not self.cost.known:
             return 0.0
-        nodes = max(num_rows, _FEW_NODES)
-        seconds = self._table(num_rows, nodes)[num_rows:]
+        nodes = max(num_requests, _FEW_NODES)
+        seconds = self._table(num_requests, nodes)[num_requests:]
         slope = ((seconds[1:] - seconds[0]) / np.arange(1, nodes + 1)).min()
-        price = _MARGIN * num_rows / (self._unwaited_share * seconds[0]) * slope
+        price = _MARGIN * num_requests / (self._unwaited_share * seconds[0]) * slope
         return self.acceptance.predicted_for(price)
 
-    def cut(self, trees: Sequence[TokenTree], num_rows: int) -> list[TokenTree]:
+    def cut(self, trees: Sequence[TokenTree], num_requests: int) -> list[TokenTree]:
         """Return the trees without the nodes that are not worth their time; set a pause.
 
-        Trees without probabilities stay whole. All trees do until step costs are known. `num_rows`
-        requests, with or without a tree, get a token from the next step. Without trees nobody may
-        draft, as where all requests end, which says nothing about drafts.
+        Trees without probabilities stay whole. All trees do until step costs are known. Without
+        trees nobody may draft, as where all requests end, which says nothing about drafts.
+
+        Args:
+            trees: Of the next step.
+            num_requests: Those that get a token from it, with or without a tree.
         """
         if not trees or not self.cost.known:
             return list(trees)
@@ -108,19 +110,18 @@ class NodeBudget:
                 predicted.append(tree.probabilities)
         if not open_to_cuts:
             if not any(tree.num_nodes for tree in trees):
-                self._set_pause(False, self.cost(num_rows), num_rows)
+                self._set_pause(False, self.cost(num_requests), num_requests)
             return list(trees)
         num_open = sum(map(len, predicted))
         whole = sum(tree.num_nodes for tree in trees) - num_open
-        seconds = self._table(num_rows, whole + num_open)[whole:]
-        keep, tokens_per_second = choose_nodes(
-            predicted, self.acceptance.points(), num_rows, seconds
-        )
-        plain = self._unwaited_share * seconds[num_rows]
+        seconds = self._table(num_requests, whole + num_open)[whole:]
+        rates = self.acceptance(np.concatenate(predicted))
+        keep, tokens_per_second = choose_nodes(rates, num_requests, seconds)
+        plain = self._unwaited_share * seconds[num_requests]
         tokens_in_plain = tokens_per_second * plain / (1.0 + self._drafting_seconds / plain)
-        is_worthwhile = tokens_in_plain > num_rows
+        is_worthwhile = tokens_in_plain > num_requests
         keep &= is_worthwhile
-        self._set_pause(is_worthwhile or whole > 0, plain, num_rows)
+        self._set_pause(is_worthwhile or whole > 0, plain, num_requests)
         if keep.all():
             return list(trees)
         cut = list(trees)
@@ -129,21 +130,22 @@ class NodeBudget:
             cut[i] = tree
         return cut
 
-    def _table(self, num_rows: int, nodes: int) -> np.ndarray:
-        """Return float64 [num_rows + nodes + 1], seconds by number of tokens, closer to those of
-        `num_rows` tokens the larger the doubt."""
-        seconds = self.cost.table(num_rows + nodes + 1)
-        doubted: np.ndarray = seconds * (seconds[num_rows] / seconds) ** self._doubt
+    def _table(self, num_requests: int, nodes: int) -> np.ndarray:
+        """Return float64 [num_requests + nodes + 1], seconds by number of tokens, closer to those
+        of `num_requests` tokens the larger the doubt."""
+        seconds = self.cost.table(num_requests + nodes + 1)
+        doubted: np.ndarray = seconds * (seconds[num_requests] / seconds) ** self._doubt
         return doubted
 
-    def _set_pause(self, is_worthwhile: bool, plain_seconds: float, num_rows: int) -> None:
+    def _set_pause(self, is_worthwhile: bool, plain_seconds: float, num_requests: int) -> None:
         if is_worthwhile:
             # One lucky draft does not end the caution, a few in a row do.
             self._next_pause = max(self._next_pause // _PAUSE_DIVISOR, 1)
             self._doubt = max(self._doubt - _RELIEF, 0.0)
             self._drafts += 1
             if self.drafting_waits and self._drafts >= _MOST_DRAFTS:
-                self._pause, self._rows_at_pause, self._drafts = _MEASURING_PAUSE, num_rows, 0
+                self._pause, self._requests_at_pause = _MEASURING_PAUSE, num_requests
+                self._drafts = 0
             return
         self._doubt = min(self._doubt + _DOUBT, _MOST_DOUBT)
         if self.drafting_waits and not self._is_timed:
@@ -153,17 +155,17 @@ class NodeBudget:
         longest = _MAX_PAUSE
         if not self.drafting_waits:
             longest = min(int(_PAUSE_BY_COST * self._drafting_seconds / plain_seconds), _MAX_PAUSE)
-        self._pause, self._rows_at_pause = min(self._next_pause, longest), num_rows
+        self._pause, self._requests_at_pause = min(self._next_pause, longest), num_requests
         self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
 
     @property
     def pause(self) -> tuple[int, int, int]:
         """Steps of the pause that are left, requests at its beginning, and steps of the next."""
-        return self._pause, self._rows_at_pause, self._next_pause
+        return self._pause, self._requests_at_pause, self._next_pause
 
     @pause.setter
     def pause(self, pause: tuple[int, int, int]) -> None:
-        self._pause, self._rows_at_pause, self._next_pause = pause
+        self._pause, self._requests_at_pause, self._next_pause = pause
 
     def expect_wait(self, unwaited: float, waited: float) -> None:
         """Set a first estimate of what the wait costs where drafting waits.

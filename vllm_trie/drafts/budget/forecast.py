@@ -11,7 +11,6 @@ from vllm_trie.drafts.budget.step_cost import StepCost
 
 _RATE = 0.5  # of a request's last draft in its forecast
 _COMMON_RATE = 0.05  # of a draft in the forecast of requests without any
-_AS_THEY_ARE = np.array([0.0, 1.0]), np.array([0.0, 1.0])
 
 
 class DraftForecast:
@@ -55,7 +54,7 @@ def planned_lengths(forecasts: Sequence[np.ndarray], cost: StepCost) -> list[int
     longest = [len(rates) for rates in forecasts]
     if not cost.known or not any(longest):
         return longest
-    num_rows = len(forecasts)
-    seconds = cost.table(num_rows + sum(longest) + 1)
-    keep, _ = choose_nodes(forecasts, _AS_THEY_ARE, num_rows, seconds)
+    num_requests = len(forecasts)
+    seconds = cost.table(num_requests + sum(longest) + 1)
+    keep, _ = choose_nodes(np.concatenate(forecasts), num_requests, seconds)
     return [int(part.sum()) for part in np.split(keep, np.cumsum(longest)[:-1])]

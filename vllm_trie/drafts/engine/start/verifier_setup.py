@@ -39,7 +39,9 @@ def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:
     context = replace(context, text_stores=stores)
     drafter = get_drafter_class(tree_config.method)(tree_config.drafter_options, context)
     options = tree_config.engine_options
-    budget = NodeBudget() if options.node_budget == "adaptive" else None
+    budget = None
+    if options.node_budget == "adaptive":
+        budget = NodeBudget(drafting_waits=vllm_config.use_v2_model_runner)
     share_trees = None
     if context.tensor_parallel_size > 1:
         share_trees = partial(same_on_all_ranks, group=get_tp_group(), budget=budget)
