@@ -102,7 +102,7 @@ def start_as_on_a_gpu() -> None:
     _keep_scratch()
     config.CPU_WORKER_CLASS = f"{__name__}.DraftingStart"
     cpu_worker.choose_attention = _choose_attention
-    v2_trees.prefers_chains = lambda *kernels: False
+    v2_trees.V2TreeAdapter._takes_chains = False
     stock = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:

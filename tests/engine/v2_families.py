@@ -143,7 +143,7 @@ def with_the_devices_attention(make: Callable[[], LLM], patch: pytest.MonkeyPatc
         register_backend(AttentionBackendEnum.CPU_ATTN, GPU_BACKEND_CLASS)
 
     patch.setattr(cpu_worker, "choose_attention", choose_attention)
-    patch.setattr(v2_trees, "prefers_chains", lambda *kernels: False)
+    patch.setattr(v2_trees.V2TreeAdapter, "_takes_chains", False)
     patch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     llm = make()
     AttentionBackendEnum.CPU_ATTN.clear_override()

@@ -25,15 +25,6 @@ def choose_kernels() -> NativeKernels:
     return native
 
 
-def prefers_chains(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """Return whether this kernel should verify chains too, which vLLM's kernel could verify.
-
-    The CPU's kernel is faster for chains in every dtype; the others are slower. `dtype` is that of
-    the queries.
-    """
-    return device.type == "cpu" and dtype == cache_dtype
-
-
 def tree_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -122,10 +122,7 @@ class Steps:
             req_id_to_index=self.indices,
         )
         self.states = states
-        chain_only = adapter_class is V2Adapter
-        self.adapter = adapter_class(
-            TreeVerifier(guard), chain_only, states, self.device, launches_ahead
-        )
+        self.adapter = adapter_class(TreeVerifier(guard), states, self.device, launches_ahead)
         runner: Any = SimpleNamespace(
             use_pp=False, adaptive_verification=None, cudagraph_manager=None
         )
@@ -180,7 +177,7 @@ class Steps:
             has_structured_output_requests=False,
             total_num_scheduled_tokens=len(ids) * (scheduled + 1),
         )
-        output = self.adapter.launch(output)
+        output = self.adapter.begin_step(self.adapter.step(output))
         num_drafts = np.array([len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids])
         first_rows = np.cumsum([0, *(1 + num_drafts)])
         num_rows = first_rows[-1]
@@ -499,10 +496,8 @@ class Likely(NextNumbers):
 class Timed(NodeBudget):
     """Learns that steps take as long as they were expected to, and drafting nothing."""
 
-    drafting_waits = True
-
     def __init__(self, seconds_of_node: float) -> None:
-        super().__init__()
+        super().__init__(drafting_waits=True)
         for num_tokens in (1, 2, 4, 8):
             self.cost.expect(num_tokens, 0.01 + seconds_of_node * num_tokens)
 
@@ -635,7 +630,7 @@ class Ahead(Steps):
 
     def __init__(self, launches_ahead: bool, drafter: Drafter | None = None) -> None:
         drafter = drafter or NextNumbers()
-        drafter.needs_hidden_states = False  # type: ignore[misc]
+        drafter.needs_hidden_states = False
         super().__init__(drafter, launches_ahead=launches_ahead)
         self.device_waits: list[dict[str, int]] = []
         plan = self.adapter._plan

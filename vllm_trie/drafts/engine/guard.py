@@ -184,7 +184,7 @@ class GuardedDrafter:
         """Return whether a request gets no drafts, as the drafter failed."""
         return self._is_resting or request_id in self._failed_requests
 
-    def refuse(self, why: str) -> None:
+    def switch_off(self, why: str) -> None:
         """Draft for nobody: the check at start-up found a fault."""
         self._rests_until = math.inf
         self.failures["start_check"] += 1

@@ -28,7 +28,8 @@ class TreeStep:
         started, ended: When it began, and when its tokens were known, by ``time.perf_counter``; 0
             where the time between is not its duration.
         is_pausing: Whether no drafts are wanted after it.
-        has_drafts: Whether it verifies any.
+        least_probability: Of a node of the drafts after it.
+        has_drafts: Whether it verifies any; True while they are not known yet.
         tree_batch: The trees that need tree attention.
         places: Of their nodes, see :func:`follow_depths`.
         path: On Model Runner V2 the query token of each row of logits, and the row whose KV belongs
@@ -47,6 +48,7 @@ class TreeStep:
     started: float = 0.0
     ended: float = 0.0
     is_pausing: bool = False
+    least_probability: float = 0.0
     has_drafts: bool = False
     tree_batch: TreeBatch | None = None
     places: torch.Tensor | None = None

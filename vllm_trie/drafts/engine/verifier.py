@@ -69,6 +69,7 @@ class TreeVerifier:
         observers: Told of each step.
 
     Attributes:
+        clock: Of the engine's steps.
         forecast: Of the next drafts, where steps are launched ahead of them.
         step: The step that began last.
         totals: Statistics over the engine's lifetime.
@@ -91,8 +92,7 @@ class TreeVerifier:
         self._stored_trees: dict[str, TokenTree] = {}  # proposed last, by request id
         # Drafts that a launched step has taken, and how many requests get a token from it.
         self._unjudged: tuple[Sequence[DraftRequest], list[TokenTree], int] | None = None
-        self._least_probability = 0.0  # of a node of the next drafts
-        self._clock = StepClock()
+        self.clock = StepClock()
         self._stats = TreeStats()
 
     def begin_step(
@@ -147,9 +147,8 @@ class TreeVerifier:
             and not self.budget.should_draft(len(step.request_ids))  # counts steps, so first
             and (self.share_trees is None or self.budget.drafting_waits)
         )
-        self._least_probability = 0.0
         if self.budget is not None and self.share_trees is None and not step.is_pausing:
-            self._least_probability = self.budget.least_probability(len(step.request_ids))
+            step.least_probability = self.budget.least_probability(len(step.request_ids))
         if drafts:
             step.trees = [
                 scheduled_tree(self._stored_trees.get(request_id), drafts.get(request_id, ()))
@@ -272,7 +271,7 @@ class TreeVerifier:
         """
         start = time.perf_counter()
         if self.budget is not None and step.num_decode_tokens and step.ended:
-            seconds = self._clock.stop(step.started, step.ended)
+            seconds = self.clock.stop(step.started, step.ended)
             self.budget.observe_step(step.num_decode_tokens, seconds)
         step.num_decoding = sum(map(bool, new_tokens))
         step.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
@@ -299,16 +298,19 @@ class TreeVerifier:
             lengths = [min(1, len(rates)) for rates in forecasts]
         return dict(zip(places, lengths, strict=True))
 
-    def prepare(self, requests: Mapping[int, DraftRequest], num_new: int) -> PreparedDrafts | None:
+    def prepare(
+        self, step: TreeStep, requests: Mapping[int, DraftRequest], num_new: int
+    ) -> PreparedDrafts | None:
         """Prepare drafts after a step whose tokens are not there yet, see
         :meth:`GuardedDrafter.prepare`.
 
         Args:
+            step: The one before them.
             requests: As they were before the step, by batch index.
             num_new: The most tokens that a request gets.
         """
         for request in requests.values():
-            request.min_probability = self._least_probability
+            request.min_probability = step.least_probability
         return self.guard.prepare(list(requests.values()), list(requests), num_new)
 
     def draft(
@@ -349,7 +351,7 @@ class TreeVerifier:
         elapsed = time.perf_counter() - since
         self._stats.drafting_seconds += drafting + (early.seconds if early else 0.0)
         self._stats.bookkeeping_seconds += elapsed - drafting
-        self._clock.leave_out(elapsed)
+        self.clock.leave_out(elapsed)
         if self.budget is not None and drafting:
             self.budget.observe_drafting(elapsed if early is None else early.seconds)
         return drafts
@@ -364,7 +366,7 @@ class TreeVerifier:
         """Return the trees of some requests, cut to their places or by the budget, the same on all
         ranks."""
         for request in requests:
-            request.min_probability = self._least_probability
+            request.min_probability = step.least_probability
         prepared = None if early is None else early.prepared
         proposed = self.guard.propose(requests, prepared) if requests else []
         if lengths is None:
@@ -408,10 +410,6 @@ class TreeVerifier:
         self.totals.add(stats)
         self.totals.of_requests.clear()
         return stats
-
-    def leave(self, ended: float) -> None:
-        """Give control back to the engine, see :meth:`StepClock.leave`."""
-        self._clock.leave(ended)
 
     def close(self) -> None:
         """Let observers finish; the engine ends."""

@@ -267,7 +267,7 @@ def test_an_engine_begins_to_draft_or_serves_without(monkeypatch, why, num_worke
 
 def test_a_refused_drafter_is_counted_and_said_once(caplog) -> None:
     guard = GuardedDrafter(NextNumbers(), VOCAB, 30.0, logging.getLogger("tests.check"))
-    guard.refuse("it raised")
+    guard.switch_off("it raised")
     assert guard.take_new_failures() == {"start_check": 1}
     assert len(caplog.records) == 1
     assert "serves without drafts, as its check at start-up failed: it raised" in caplog.text

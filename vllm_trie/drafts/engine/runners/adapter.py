@@ -42,18 +42,18 @@ class Adapter(ABC):
 
     Args:
         trees: The verifier of this rank.
-        chain_only: Whether vLLM verifies the drafts, as chains.
 
     Attributes:
+        chain_only: Whether vLLM verifies the drafts, as chains.
         runner: Of this rank, once there is one.
         waits_for: The part of vLLM's that the step waits for.
     """
 
+    chain_only: bool
     runner: Any
 
-    def __init__(self, trees: TreeVerifier, chain_only: bool) -> None:
+    def __init__(self, trees: TreeVerifier) -> None:
         self.trees = trees
-        self.chain_only = chain_only
         self.waits_for: Part = "end"
         self._step: Step
 
@@ -104,7 +104,7 @@ class Adapter(ABC):
     def switch_off(self, why: str) -> None:
         """Serve without drafts, and with a count."""
         self.waits_for = "end"
-        self.trees.guard.refuse(why)
+        self.trees.guard.switch_off(why)
 
     def close(self) -> None:
         """Save what was learned; the engine ends."""

@@ -143,11 +143,11 @@ def _make_adapter(
     verifier = make_verifier(vllm_config)
     if config.verification(vllm_config) == "chain":
         launches_ahead = _launches_ahead(vllm_config)
-        return V2Adapter(verifier, True, req_states, device, launches_ahead)
+        return V2Adapter(verifier, req_states, device, launches_ahead)
     # Imports much of Model Runner V2, and every worker imports this module.
     from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
 
-    return V2TreeAdapter(verifier, False, req_states, device)
+    return V2TreeAdapter(verifier, req_states, device)
 
 
 def _launches_ahead(vllm_config: VllmConfig) -> bool:
@@ -237,7 +237,8 @@ class RunnerV2Mixin(_Runner):
         """
         super()._dummy_sampler_run(hidden_states)
         assert self.speculative_config is not None
-        tiers = self.speculative_config.num_speculative_tokens_per_batch_size or []
+        tiers = self.speculative_config.num_speculative_tokens_per_batch_size
+        assert tiers is not None, "the check of a configuration sets them"
         rows = min(self.max_num_tokens, most_logits_rows(tiers, self.max_num_reqs))
         model: Any = self.model
         logits = model.compute_logits(hidden_states.new_zeros(rows, hidden_states.shape[1]))
@@ -258,7 +259,8 @@ class RunnerV2Mixin(_Runner):
 
     @_runner.overrides("drafts, and verifies as many tokens as were drafted")
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        return super().execute_model(self.adapter.launch(scheduler_output), *args, **kwargs)
+        cut = self.adapter.begin_step(self.adapter.step(scheduler_output))
+        return super().execute_model(cut, *args, **kwargs)
 
     @_runner.overrides("drafts before the scheduler asks")
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -31,9 +31,9 @@ that verification rejects unseen::
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -74,12 +74,13 @@ class V2Adapter(Adapter):
     """The step of a worker, whose drafts are rows of draft tokens.
 
     Args:
-        trees, chain_only: See :class:`Adapter`.
+        trees: See :class:`Adapter`.
         req_states: The runner's.
         device: Of the model.
         launches_ahead: Whether to launch steps ahead of their drafts, where that is possible.
     """
 
+    chain_only = True
     runner: GPUModelRunner
     sampler_class: Callable[..., RejectionSampler] | None = None
     """Takes the place of vLLM's rejection sampler; None for one that knows of fillers."""
@@ -87,12 +88,11 @@ class V2Adapter(Adapter):
     def __init__(
         self,
         trees: TreeVerifier,
-        chain_only: bool,
         req_states: RequestState,
         device: torch.device,
         launches_ahead: bool = False,
     ) -> None:
-        super().__init__(trees, chain_only)
+        super().__init__(trees)
         self._delivery = Delivery(req_states.draft_tokens, launches_ahead)
         if self._delivery.launches_ahead:
             trees.forecast = DraftForecast(req_states.num_speculative_steps)
@@ -105,8 +105,6 @@ class V2Adapter(Adapter):
         self._fillers: Mapping[str, int] = {}  # places of the step without a drafted token
         self._delivered_at = 0.0  # the last drafts
         self._stats: TreeStats | None = None  # not sent yet
-        if trees.budget is not None:
-            trees.budget.drafting_waits = True
 
     def step(self, scheduled: SchedulerOutput) -> Step:
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
@@ -184,19 +182,16 @@ class V2Adapter(Adapter):
     def load_model(self, target_model: torch.nn.Module, *unused: Any, **unused_too: Any) -> None:
         super().load_model(target_model)
         sampler: Any = self.runner.sampler
-        sampler.sample = self._shows_logits(sampler.sample)
+        sampler.sample = partial(self._sample, sampler.sample)
 
-    def _shows_logits(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a sampler's method before which the step reads the logits, where the rejection
-        sampler has not shown them: vLLM leaves it out of steps without drafts."""
-
-        @functools.wraps(sample)
-        def with_logits(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.waits_for == "logits":
-                self.resume("logits", logits)
-            return sample(logits, *args, **kwargs)
-
-        return with_logits
+    def _sample(
+        self, original: Callable[..., Any], logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Let the step read the logits before vLLM's sampler, where the rejection sampler has not
+        shown them: vLLM leaves it out of steps without drafts."""
+        if self.waits_for == "logits":
+            self.resume("logits", logits)
+        return original(logits, *args, **kwargs)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -282,11 +277,6 @@ class V2Adapter(Adapter):
             and self.is_drafting
         )
 
-    def launch(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Begin a step; return it cut to what it verifies."""
-        cut: SchedulerOutput = self.begin_step(self.step(output))
-        return cut
-
     def draft(self) -> bool:
         """Wait for the step that was launched last and draft after it, unless nobody waits for it;
         return whether it has waited."""
@@ -298,7 +288,7 @@ class V2Adapter(Adapter):
                 text.drafted = []
             return False
         self._draft_after(self._in_flight.wait())
-        self.trees.leave(time.perf_counter())
+        self.trees.clock.leave(time.perf_counter())
         self._keep_stats()
         return True
 
@@ -405,7 +395,7 @@ class V2Adapter(Adapter):
             before = self._draft_requests(last, [*map(self._is_running, last.texts)])
             for index, request in before.items():
                 last.step.show_rows(request, index)
-            prepared = self.trees.prepare(before, last.tokens.shape[1])
+            prepared = self.trees.prepare(last.step, before, last.tokens.shape[1])
         if prepared is not None:
             places = DraftPlaces(prepared.request_ids, verified, self.num_draft_tokens)
         self._in_flight.wait()
@@ -423,7 +413,7 @@ class V2Adapter(Adapter):
         drafts = self._drafts_of(verified)
         if early is None:
             self._hand_over(packed(list(drafts.values()), self.num_draft_tokens))
-        self.trees.leave(self._delivered_at)
+        self.trees.clock.leave(self._delivered_at)
         return {name: draft for name, draft in drafts.items() if draft}
 
     def _hand_over(self, rows: np.ndarray) -> None:

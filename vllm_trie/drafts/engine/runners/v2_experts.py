@@ -6,7 +6,6 @@ as were accepted.
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ def take_shorter_steps(connector: AuxOutputWorkerConnector) -> None:
     """
     stock: Any = connector._commit_output
 
-    @functools.wraps(stock)
     def commit_output(pending: PendingAuxOutput) -> Any:
         for request_id in pending.request_ids:
             connector._requests[request_id].scheduled_cursor = sys.maxsize

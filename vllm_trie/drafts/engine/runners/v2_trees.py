@@ -7,8 +7,8 @@ it has drafted from it, so that it places the trees; verification and compaction
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_trie.attention import prefers_chains
 from vllm_trie.drafts.engine.attention.tree_attention import hand_on, take_back
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_experts import follow_paths
@@ -159,9 +158,14 @@ class TreeSampler(RejectionSampler):
 class V2TreeAdapter(V2Adapter):
     """Verifies trees in place of vLLM."""
 
+    chain_only = False
     sampler_class = TreeSampler
-    _takes_chains = False
     _processors_read_chains = False
+
+    @property
+    def _takes_chains(self) -> bool:
+        """Whether tree attention takes chains, too: only on CPUs it is faster than vLLM's."""
+        return self._device.type == "cpu"
 
     def load_model(self, target_model: torch.nn.Module, *unused: Any, **unused_too: Any) -> None:
         super().load_model(target_model)
@@ -169,43 +173,38 @@ class V2TreeAdapter(V2Adapter):
         assert runner.sampler is not None
         processors = runner.sampler.logits_processors
         self._processors_read_chains = not all(isinstance(p, _PROCESSORS) for p in processors)
-        dtypes: tuple[Any, Any] = (runner.dtype, runner.kv_cache_dtype)
-        self._takes_chains = prefers_chains(self._device, *dtypes)
         state: Any = runner.model_state
-        state.prepare_attn = self._hands_trees_on(state.prepare_attn)
+        state.prepare_attn = partial(self._prepare_attn, state.prepare_attn)
         if runner.model_config.uses_mrope:
-            state.prepare_inputs = self._follows_depths(state.prepare_inputs)
+            state.prepare_inputs = partial(self._prepare_inputs, state.prepare_inputs)
 
-    def _hands_trees_on(self, prepare_attn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a model state's method whose metadata carries the step's trees, and before which
-        positions of nodes follow their depth, once the KV slots follow from flat ones."""
+    def _prepare_attn(
+        self,
+        original: Callable[..., Any],
+        batch: InputBatch,
+        mode: Any,
+        tables: Any,
+        slot_mappings: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return a model state's metadata with the step's trees. Before it positions of nodes
+        follow their depth, once the KV slots follow from flat ones."""
+        if self.waits_for == "positions":  # not in a dummy run
+            self.resume("positions", slot_mappings)
+        by_layer = original(batch, mode, tables, slot_mappings, *args, **kwargs)
+        hand_on(self.trees.step.tree_batch, by_layer)
+        return by_layer
 
-        @functools.wraps(prepare_attn)
-        def with_trees(
-            batch: InputBatch, mode: Any, tables: Any, slot_mappings: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            if self.waits_for == "positions":  # not in a dummy run
-                self.resume("positions", slot_mappings)
-            by_layer = prepare_attn(batch, mode, tables, slot_mappings, *args, **kwargs)
-            hand_on(self.trees.step.tree_batch, by_layer)
-            return by_layer
-
-        return with_trees
-
-    def _follows_depths(self, prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a model state's method whose positions in all dimensions (M-RoPE) follow the
+    def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return a model state's inputs, whose positions in all dimensions (M-RoPE) follow the
         depths of the step's nodes."""
-
-        @functools.wraps(prepare_inputs)
-        def with_depths(*args: object, **kwargs: object) -> Any:
-            inputs = prepare_inputs(*args, **kwargs)
-            step = self.trees.step
-            places, step.places = step.places, None  # an idle rank's run may come next
-            if places is not None:
-                follow_depths(inputs["positions"], places)
-            return inputs
-
-        return with_depths
+        inputs = original(*args, **kwargs)
+        step = self.trees.step
+        places, step.places = step.places, None  # an idle rank's run may come next
+        if places is not None:
+            follow_depths(inputs["positions"], places)
+        return inputs
 
     def place(self, step: TreeStep, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Put the step's trees in place.
@@ -239,7 +238,7 @@ class V2TreeAdapter(V2Adapter):
             trees[index] = tree.filled_up(num_draft_tokens[index])
         on_device = async_tensor_h2d(rows, device=self._device)
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
-        tokens = QueryTokens(starts, num_computed, batch.positions, batch.input_ids)
+        tokens = QueryTokens(starts, num_computed, batch.positions)
         self.trees.place(step, tokens, self._takes_chains, trees)
         return on_device[0, :num_rows], on_device[1, :num_rows]
 

@@ -31,16 +31,14 @@ class QueryTokens(NamedTuple):
     """int [num_requests], tokens of each request whose KV is in the cache."""
     positions: torch.Tensor
     """int64 [num_tokens or more]."""
-    input_ids: torch.Tensor
-    """int32 [num_tokens or more]."""
 
 
 def scheduled_tree(stored: TokenTree | None, scheduled: Sequence[int]) -> TokenTree:
     """Return the tree that a request's scheduled draft tokens stand for; empty for no tokens.
 
-    vLLM's scheduler carries a flat list of tokens and may cut it or fill it with placeholders
-    (-1). A prefix of the stored tree's tokens is that part of the tree. Any other list is verified
-    as a chain, which is right for every list of tokens.
+    vLLM's scheduler carries a flat list of tokens and may cut it. A prefix of the stored tree's
+    tokens is that part of the tree. Any other list is verified as a chain, which is right for every
+    list of tokens.
     """
     num_nodes = len(scheduled)
     if not num_nodes:
@@ -57,17 +55,12 @@ def place_trees(
 
     Args:
         trees: Of each request of the batch, empty ones included.
-        tokens: The batch; positions are changed, and token ids where they are placeholders.
+        tokens: The batch; positions are changed.
         takes_chains: Whether chains belong to tree attention too; vLLM's kernel gets them if not.
 
     Returns:
         The trees, and their nodes' places for :func:`follow_depths`.
     """
-    for index, tree in enumerate(trees):
-        if tree.num_nodes and tree.token_list[-1] < 0:
-            # Placeholders of the scheduler: no token, but the embedding must find one.
-            end = tokens.starts[index + 1]
-            tokens.input_ids[end - tree.num_nodes : end].clamp_(min=0)
     placed = [
         index
         for index, tree in enumerate(trees)
