@@ -511,7 +511,7 @@ def test_a_refused_start_is_one_line():
     assert done.returncode == 2, done.stderr[-4000:]
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "vllm serve: error: num_speculative_tokens=1000 is the node budget of a request's draft "
+        "vllm serve: error: num_speculative_tokens=1000 is the node limit of a request's draft "
         "tree and must be a whole number from 1 to 256; leave it out for 32"
     )
 

@@ -31,7 +31,7 @@ class DrafterContext:
         vocab_size: Token ids are in [0, vocab_size).
         max_model_len: The longest sequence, prompt and output, in tokens.
         max_num_seqs: The largest batch.
-        num_nodes: Node budget N of one request's tree (`num_speculative_tokens`).
+        num_nodes: Node limit N of one request's tree (`num_speculative_tokens`).
         hidden_size: Width of the target model's hidden states.
         dtype, device: Of the target model, as PyTorch spells them ("bfloat16", "cpu").
         tensor_parallel_size, rank: Every rank drafts, and all verify rank 0's trees.
@@ -160,10 +160,10 @@ class Drafter(ABC):
     """The method's name in the configuration."""
     Options: ClassVar[type[BaseModel]]
     """The method's options, set next to `method` in the speculative configuration."""
-    needs_hidden_states: ClassVar[bool] = False
-    needs_node_argmax: ClassVar[bool] = False
-    needs_rows: ClassVar[bool] = False
-    reuses_arrays: ClassVar[bool] = True
+    needs_hidden_states = False
+    needs_node_argmax = False
+    needs_rows = False
+    reuses_arrays = True
     """Whether it may change the arrays of trees that it has returned; they are copied then."""
 
     def __init__(self, options: BaseModel, context: DrafterContext) -> None:

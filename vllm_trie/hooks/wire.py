@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.request import Request
@@ -25,7 +26,7 @@ SPECULATION = "speculation"
 """Switches a request's drafts off."""
 CACHE_SALT = "vllm_trie_cache_salt"
 """Carries a request's cache salt to the worker."""
-SPEC_KEY = "vllm_trie_beam"
+SEARCH_KEY = "vllm_trie_beam"
 """Description of a search in its request, and its result in the request's output."""
 
 
@@ -34,14 +35,15 @@ def extra_args_of(params: object) -> Mapping[str, Any]:
     return getattr(params, "extra_args", None) or {}
 
 
-class _RequestData(Protocol):
-    @property
-    def sampling_params(self) -> SamplingParams | None: ...
-    @property
-    def prompt_token_ids(self) -> list[int] | None: ...
+class RequestData(Protocol):
+    """The fields of a scheduled request that both model runners keep."""
+
+    sampling_params: SamplingParams | None
+    prompt_token_ids: list[int] | None
+    lora_request: LoRARequest | None
 
 
-def may_draft(request: _RequestData) -> bool:
+def may_draft(request: RequestData) -> bool:
     """Return whether a request may have a draft at some time."""
     params = request.sampling_params
     if params is None or request.prompt_token_ids is None:  # a prompt of embeddings
@@ -55,7 +57,7 @@ def may_draft(request: _RequestData) -> bool:
 
 def is_search(params: SamplingParams | None) -> bool:
     """Return whether a request is a search."""
-    return SPEC_KEY in extra_args_of(params)
+    return SEARCH_KEY in extra_args_of(params)
 
 
 class InternalRequest(Request):
@@ -97,10 +99,10 @@ FILLERS_ATTRIBUTE = "vllm_trie_fillers"
 """Attribute of it with the number of a step's fillers by request id, on Model Runner V2."""
 
 FailureReason = Literal["error", "malformed", "timeout", "start_check"]
-FAILURE_REASONS: tuple[FailureReason, ...] = ("error", "malformed", "timeout", "start_check")
+FAILURE_REASONS: tuple[FailureReason, ...] = get_args(FailureReason)
 
 WaitCause = Literal["drafting", "pause_end"]
-WAIT_CAUSES: tuple[WaitCause, ...] = ("drafting", "pause_end")
+WAIT_CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
 
 
 @dataclass(slots=True)

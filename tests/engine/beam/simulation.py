@@ -29,7 +29,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_trie.hooks.wire import SPEC_KEY
+from vllm_trie.hooks.wire import SEARCH_KEY
 from vllm_trie.searches import BeamSearch, Candidates
 from vllm_trie.searches.engine.frontend.requests import _parsed, _prepared
 from vllm_trie.searches.engine.scheduler.beam_scheduler import (
@@ -454,7 +454,7 @@ class Simulation:
             self.open.discard(output.request_id)
         if carried := getattr(output, RESULT_FIELD):
             rest = iter(entry.token_ids)
-            for hypothesis in carried[SPEC_KEY].hypotheses:
+            for hypothesis in carried[SEARCH_KEY].hypotheses:
                 token_ids = [*islice(rest, hypothesis.num_tokens)]
                 entry.hypotheses.append((token_ids, hypothesis.beam["score"]))
             assert next(rest, None) is None

@@ -19,7 +19,7 @@ from tests.engine.beam.simulation import prepare_params
 from tests.engine.prompts import tokenizer
 from vllm_trie.hooks.ledger.installation import Installation
 from vllm_trie.hooks.ledger.table import patches_here
-from vllm_trie.hooks.wire import SPEC_KEY
+from vllm_trie.hooks.wire import SEARCH_KEY
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 from vllm_trie.searches.engine.search_wire import HypothesisAnswer, SearchAnswer
@@ -103,7 +103,7 @@ def as_a_search(params: SamplingParams, num_logprobs: int | None = None) -> list
     columns = logprobs and tuple(array.tobytes() for array in logprobs[:3])
     result = SearchAnswer(hypotheses, columns, {"steps": 6}, None)
     output = EngineCoreOutput("a", [*chain(*tokens)], finish_reason=reason(0))
-    setattr(output, RESULT_FIELD, {SPEC_KEY: result})
+    setattr(output, RESULT_FIELD, {SEARCH_KEY: result})
     # Not a decoder of EngineCoreOutputs: msgspec keeps a class's fields as it first reads them, and
     # the plugin's scheduler statistics are not among them yet.
     received = MsgpackDecoder(list[EngineCoreOutput]).decode(MsgpackEncoder().encode([output]))

@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm_trie.hooks.frontend.request_options import with_packed_options
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 from vllm_trie.hooks.start.limits import reason_off
-from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY
+from vllm_trie.hooks.wire import CACHE_SALT, SEARCH_KEY
 from vllm_trie.searches import BeamOptions, parse_options
 from vllm_trie.searches.engine.frontend import extension, requests
 from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
@@ -48,7 +48,7 @@ def test_what_makes_sense_passes(extra_args):
     ("key", "check", "instead"),
     [
         (CACHE_SALT, check_options, "cache_salt"),
-        (SPEC_KEY, lambda engine, params: check_extra_args(engine, params, []), "beam_width"),
+        (SEARCH_KEY, lambda engine, params: check_extra_args(engine, params, []), "beam_width"),
     ],
 )
 def test_what_the_plugin_tells_itself_is_not_for_requests(key, check, instead, value):

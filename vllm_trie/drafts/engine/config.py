@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
-from vllm_trie.drafts import available_methods, parse_options
+from vllm_trie.drafts import DrafterOptions, available_methods, parse_options
 from vllm_trie.drafts.registry import validated
 from vllm_trie.extras import loaded
 from vllm_trie.hooks.start.additional_config import BEAM_KEYS, CONFIG_KEY, own_part
@@ -28,10 +28,8 @@ CPU_WORKER_CLASS = "vllm_trie.drafts.engine.workers.cpu_worker.TreeCPUWorker"
 GPU_WORKER_CLASS = "vllm_trie.drafts.engine.workers.cuda_worker.TreeGPUWorker"
 
 
-class EngineOptions(BaseModel):
+class EngineOptions(DrafterOptions):
     """Options of tree speculation that every method has."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     verification: Verification = Field(
         default="auto",
@@ -112,22 +110,21 @@ def read(vllm_config: VllmConfig) -> TreeConfig | None:
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
-    carried = own_part(vllm_config.additional_config)
-    if speculative.model not in (PROPOSER_CLASS, SPECULATOR_CLASS):
-        # Of a trained drafter, or another method of vLLM's without the plugin.
-        return parse_carried(carried) if "method" in carried else None
-    if "method" not in carried:
+    payload = own_part(vllm_config.additional_config)
+    if "method" in payload:
+        return parse_payload(payload)
+    if speculative.model in (PROPOSER_CLASS, SPECULATOR_CLASS):
         raise RefusedError(
             f"additional_config[{CONFIG_KEY!r}] names no method, but the speculative model is "
             f"{speculative.model}; set speculative_config={{'method': NAME}} with one of "
             f"{', '.join(available_methods())} instead of naming the class"
         )
-    return parse_carried(carried)
+    return None  # another method of vLLM's, without the plugin
 
 
-def parse_carried(carried: Mapping[str, Any]) -> TreeConfig:
-    """Check what the plugin's part carries of a method."""
-    return parse({k: v for k, v in carried.items() if k not in BEAM_KEYS})
+def parse_payload(payload: Mapping[str, Any]) -> TreeConfig:
+    """Check the method in the plugin's part, and its options."""
+    return parse({k: v for k, v in payload.items() if k not in BEAM_KEYS})
 
 
 def verification(vllm_config: VllmConfig) -> Literal["tree", "chain"]:
@@ -142,9 +139,9 @@ def set_verification(vllm_config: VllmConfig, chosen: Literal["tree", "chain"]) 
     additional[CONFIG_KEY] = {**additional[CONFIG_KEY], VERIFICATION: chosen}
 
 
-def parse(carried: Mapping[str, Any]) -> TreeConfig:
-    """Check the carried mapping and fill in the defaults."""
-    options = dict(carried)
+def parse(payload: Mapping[str, Any]) -> TreeConfig:
+    """Check a method with its options and fill in the defaults."""
+    options = dict(payload)
     method = options.pop("method")
     draft_model = options.pop("draft_model", None)
     if draft_model is not None and not isinstance(draft_model, str):

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.hooks.wire import CACHE_SALT
+from vllm_trie.hooks.wire import CACHE_SALT, RequestData
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
-
-
-class RequestData(Protocol):
-    """The fields of a scheduled request that both model runners keep."""
-
-    sampling_params: SamplingParams | None
-    prompt_token_ids: list[int] | None
-    lora_request: LoRARequest | None
 
 
 def constant_fields(request_id: str, data: RequestData, num_prompt_tokens: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class NgramTrieDrafter(Drafter):
 
     name: ClassVar[str] = "ngram_trie"
     Options: ClassVar[type[BaseModel]] = NgramTrieOptions
-    reuses_arrays: ClassVar[bool] = False
+    reuses_arrays = False
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class NgramTrieDrafter(Drafter):
         self.recycling = None
         if options.recycle:
             self.recycling = Recycling(options.recycle_contexts, context.max_num_seqs)
-        self.needs_rows = self.recycling is not None  # type: ignore[misc]
+        self.needs_rows = self.recycling is not None
 
     @classmethod
     def check_files(

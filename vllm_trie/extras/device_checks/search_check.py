@@ -30,7 +30,7 @@ from vllm_trie.extras.device_checks.engine_steps import (
 from vllm_trie.hooks.ledger import is_unlisted
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.limits import is_cuda, reason_off
-from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, internal_params
+from vllm_trie.hooks.wire import SEARCH_KEY, ReadyResponse, internal_params
 from vllm_trie.searches import BeamOptions
 from vllm_trie.searches.engine.beam_support import beam_slots, min_blocks
 from vllm_trie.searches.engine.scheduler.beam_scheduler import TrieBeamScheduler
@@ -205,7 +205,7 @@ class _Check:
         params = internal_params(self._num_tokens, logprobs=logprobs)
         if width is not None:
             search = BeamSpec(width, BeamOptions(beam_width=width)).packed()
-            params.extra_args = {SPEC_KEY: search}
+            params.extra_args = {SEARCH_KEY: search}
         return self._new(prompt, params)
 
     def _new(self, prompt: list[int], params: SamplingParams) -> Request:
@@ -238,7 +238,7 @@ def _texts(request: Request, outputs: Sequence[EngineCoreOutput]) -> list[_Text]
     """Return what a request has generated; of a search its hypotheses, best first."""
     prompt = request.prompt_token_ids or []
     token_ids = [token for output in outputs for token in output.new_token_ids]
-    answer: SearchAnswer | None = (getattr(outputs[-1], RESULT_FIELD) or {}).get(SPEC_KEY)
+    answer: SearchAnswer | None = (getattr(outputs[-1], RESULT_FIELD) or {}).get(SEARCH_KEY)
     if answer is None:
         parts = [output.new_logprobs.logprobs[:, 0] for output in outputs if output.new_logprobs]
         ordinary = np.concatenate(parts)

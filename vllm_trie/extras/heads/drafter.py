@@ -43,7 +43,7 @@ class MedusaDrafter(Drafter):
 
     name: ClassVar[str] = "medusa_dynamic"
     Options: ClassVar[type[BaseModel]] = MedusaOptions
-    needs_hidden_states: ClassVar[bool] = True
+    needs_hidden_states = True
 
     def __init__(self, options: MedusaOptions, context: DrafterContext) -> None:
         super().__init__(options, context)

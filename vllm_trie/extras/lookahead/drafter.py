@@ -57,7 +57,7 @@ class LookaheadDrafter(Drafter):
 
     name: ClassVar[str] = "lookahead_trie"
     Options: ClassVar[type[BaseModel]] = LookaheadOptions
-    needs_node_argmax: ClassVar[bool] = True
+    needs_node_argmax = True
 
     def __init__(self, options: LookaheadOptions, context: DrafterContext) -> None:
         super().__init__(options, context)

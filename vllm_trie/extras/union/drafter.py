@@ -48,7 +48,7 @@ class TrieUnionDrafter(NgramTrieDrafter):
         if HEADS in options.drafters:
             self._medusa = registry.get_drafter_class(HEADS)(options.heads, context)
             self.heads = self._medusa
-            self.needs_hidden_states = True  # type: ignore[misc]
+            self.needs_hidden_states = True
 
     @classmethod
     def check_files(cls, options: Any, vocab_size: int, draft_model: str | None) -> None:

@@ -43,7 +43,7 @@ def own_part(additional_config: object) -> Mapping[str, Any]:
         if key != CONFIG_KEY and str(key).lower().replace("-", "_") == CONFIG_KEY:
             instead = repr(CONFIG_KEY)
         if instead:
-            raise RefusedError(f"additional_config[{key!r}] is read by nobody; write {instead}")
+            raise RefusedError(f"additional_config[{key!r}] has no effect; write {instead}")
     if not isinstance(given, Mapping):
         raise RefusedError(
             f"additional_config[{CONFIG_KEY!r}]={given!r} must be a mapping of option names to "
@@ -53,12 +53,6 @@ def own_part(additional_config: object) -> Mapping[str, Any]:
         value = given[BEAM_SEARCH]
         raise RefusedError(f"{spelled(BEAM_SEARCH)}={value!r} must be True or False")
     return given
-
-
-def switch(vllm_config: VllmConfig, key: str) -> bool | None:
-    """Return one of the two switches of a complete configuration, None if it is not set."""
-    value = own_part(vllm_config.additional_config).get(key)
-    return value if isinstance(value, bool) else None
 
 
 @Symbols("config.vllm:VllmConfig.", "vLLM does not hash additional_config").wraps(

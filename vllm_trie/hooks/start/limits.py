@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
-from vllm_trie.hooks.start.additional_config import BEAM_SEARCH, CONFIG_KEY, spelled, switch
+from vllm_trie.hooks.start.additional_config import BEAM_SEARCH, CONFIG_KEY, own_part, spelled
 from vllm_trie.refusal import turned_off
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(BEAMS, f"`{ENV_SWITCH}=0` in the environment",
         lambda c: turned_off(ENV_SWITCH), "the environment variable {found} turns it off"),
     Limit(BEAMS, f'`"{BEAM_SEARCH}": false` in `additional_config["{CONFIG_KEY}"]`',
-        lambda c: switch(c, BEAM_SEARCH) is False,
+        lambda c: own_part(c.additional_config).get(BEAM_SEARCH) is False,
         f"{spelled(BEAM_SEARCH)}=False turns it off"),
     Limit(ALL, "a `scheduler_cls` that is not the plugin's",
         _other_scheduler,
@@ -249,14 +249,12 @@ LIMITS: tuple[Limit, ...] = (
 # fmt: on
 
 
-def problems(
-    feature: Feature, config: VllmConfig, limits: tuple[Limit, ...] | None = None
-) -> Iterator[str]:
-    """Yield the message of each row that stops a feature, of the whole table by default.
+def problems(feature: Feature, config: VllmConfig) -> Iterator[str]:
+    """Yield the message of each row that stops a feature.
 
     Lazy, since a row may rely on those before it: on there being a model, for one.
     """
-    for limit in LIMITS if limits is None else limits:
+    for limit in LIMITS:
         if feature in limit.stops and (message := limit.message(config)):
             yield message
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vllm_trie.hooks.ledger.patch import Scope
+from vllm_trie.hooks.start.limits import is_cuda
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,17 +24,16 @@ METHODS = (V1_METHOD, V2_METHOD, PATCHED_V2_METHOD)
 `patches/`, by which vLLM makes the speculator that is named."""
 
 
-def stands_for() -> str:
+def vllm_method() -> str:
     """Return the method of vLLM that a method of the plugin is rewritten to: one for which vLLM
     takes V2 where the user asks for that, or on a GPU leaves the choice to vLLM."""
     import vllm.envs as envs
     from vllm.config import speculative
-    from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
     takes_v2 = envs.VLLM_USE_V2_MODEL_RUNNER
     if takes_v2 is None:
-        takes_v2 = not current_platform.is_cpu() and current_platform.is_cuda() and HAS_TRITON
+        takes_v2 = is_cuda() and HAS_TRITON
     if not takes_v2:
         return V1_METHOD
     is_patched = PATCHED_V2_METHOD in get_args(getattr(speculative, "SpeculativeMethod", None))
@@ -48,7 +48,7 @@ def takes_any_length(engine_args: EngineArgs) -> bool:
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() or not current_platform.is_cuda():
+    if not is_cuda():
         return True  # without CUDA graphs
     capability = current_platform.get_device_capability()
     backend = str(engine_args.attention_backend or "").rpartition(".")[2]

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.hooks.wire import SPEC_KEY, extra_args_of
+from vllm_trie.hooks.wire import SEARCH_KEY, extra_args_of
 from vllm_trie.searches import BeamOptions, Candidates, Draws, SearchSettings
 from vllm_trie.searches.blocks import TokenRules
 from vllm_trie.searches.device_beams import launch_children
@@ -59,7 +59,7 @@ def _text(options: BaseModel) -> str:
 
 def beam_spec(params: SamplingParams) -> BeamSpec:
     """Return the description of a search, which the front end has checked."""
-    return _unpacked(*extra_args_of(params)[SPEC_KEY])
+    return _unpacked(*extra_args_of(params)[SEARCH_KEY])
 
 
 @functools.lru_cache(maxsize=16)  # asked for several times, and may have thousands of ids

@@ -22,7 +22,7 @@ from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.extras.traces.request import check_folder
 from vllm_trie.extras.traces.trace_file import Step, read_trace
 from vllm_trie.hooks.frontend.request_options import SpeculationRequestError, with_packed_options
-from vllm_trie.hooks.wire import SPEC_KEY, TreeStats
+from vllm_trie.hooks.wire import SEARCH_KEY, TreeStats
 from vllm_trie.searches.engine.frontend.extra_args import check_extra_args
 from vllm_trie.tree import TokenTree
 
@@ -234,7 +234,7 @@ def test_beam_searches_have_no_trace(asks):
             with_packed_options(config("folder"), params, None)
     else:
         params = with_packed_options(config(None), params, None)
-        assert params.extra_args.keys() == {SPEC_KEY}
+        assert params.extra_args.keys() == {SEARCH_KEY}
 
 
 def test_the_folder_must_exist(tmp_path):

@@ -18,7 +18,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_trie.attention import AttentionKind, TreeBatch, choose_kernels, tree_attention
-from vllm_trie.attention.cache_layout import SUPPORTED_ISAS
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.plain_requests import PlainRequests, plain_requests
 from vllm_trie.drafts.engine.attention.tree_attention import TREE_ATTRIBUTE, TreeAttention
@@ -34,26 +33,21 @@ _PLAIN_ATTRIBUTE = "vllm_trie_plain_requests"
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds the stock metadata for a kernel whose cache layout tree attention reads.
 
-    If that of AMX is another in this release, the vector kernel takes the same shapes.
+    If this release's layout for AMX is another, the vector kernel takes the same shapes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if config.read(self.vllm_config) is None:
             return
-        if self.isa == "amx" and not is_readable(self.isa):
+        if not is_readable(self.isa):
             logger.warning(
-                "vLLM packs keys and values for AMX otherwise than tree attention reads them: "
-                "its slower vector kernel serves all requests"
+                "vLLM packs keys and values for %s otherwise than tree attention reads them: "
+                "its slower vector kernel serves all requests",
+                self.isa.upper(),
             )
             self.isa = "vec"
             self._set_isa_to_layers(self.layer_names)
-        if not is_readable(self.isa):
-            raise ValueError(
-                f"vLLM chose the CPU attention kernel {self.isa!r}, whose cache layout tree "
-                f"attention does not read; it reads {', '.join(SUPPORTED_ISAS)}. Run without "
-                "vllm-trie's speculative methods on this CPU"
-            )
 
 
 class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):

@@ -7,7 +7,7 @@ A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -118,7 +118,6 @@ def _add(outputs: Iterable[EngineCoreOutputs], report: TreeStats) -> bool:
     """Add a report to the statistics of a step, and return whether it has some, with drafts."""
     for stats in (output.scheduler_stats for output in outputs):
         if stats is not None and (shared := stats.spec_decoding_stats) is not None:
-            values = {f.name: getattr(shared, f.name) for f in fields(SpecDecodingStats)}
-            stats.spec_decoding_stats = TreeSpecDecodingStats(**values, tree=report)
+            stats.spec_decoding_stats = TreeSpecDecodingStats(**vars(shared), tree=report)
             return True
     return False

@@ -81,7 +81,7 @@ def _choose_worker(engine_args: EngineArgs, method: str) -> None:
 
 
 @refusing_start()
-def verify(vllm_config: VllmConfig) -> None:
+def check(vllm_config: VllmConfig) -> None:
     """Refuse a complete configuration that its method cannot run with; finish one that it can.
 
     Refuses files that options name and that cannot be used, by their headers.
@@ -109,8 +109,8 @@ def verify(vllm_config: VllmConfig) -> None:
             vllm_config.model_config.get_vocab_size(),
             tree_config.draft_model,
         )
-    for check in loaded("start_check"):
-        check(vllm_config)
+    for start_check in loaded("start_check"):
+        start_check(vllm_config)
 
 
 def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
@@ -140,10 +140,10 @@ def _leave_requests_unpadded(vllm_config: VllmConfig) -> None:
 def create_engine_config(
     original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
 ) -> VllmConfig:
-    """Verify each configuration that vLLM has completed."""
+    """Check each configuration that vLLM has completed."""
     configure(self)
     vllm_config = original(self, *args, **kwargs)
-    verify(vllm_config)
+    check(vllm_config)
     if UsageContext.LLM_CLASS in (*args, *kwargs.values()):
         _count_drafts(vllm_config)
     return vllm_config

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafts import available_methods
-from vllm_trie.drafts.engine.config import PROPOSER_CLASS, SPECULATOR_CLASS, parse, parse_carried
+from vllm_trie.drafts.engine.config import PROPOSER_CLASS, SPECULATOR_CLASS, parse, parse_payload
 from vllm_trie.drafts.engine.start import arguments
 from vllm_trie.hooks.start import runner_choice
 from vllm_trie.hooks.start.additional_config import (
@@ -41,7 +41,7 @@ _TIERS_OF_ONE_LENGTH = ((16, 1), (64, 2))
 """The same where CUDA graphs take one length for all requests. By estimate: an 8B model verifies 8
 for each of 64 in the time of 2 steps."""
 MAX_NODES = 256
-"""Largest node budget: beyond it a tree costs more than it gains on any known hardware."""
+"""Largest node limit: beyond it a tree costs more than it gains on any known hardware."""
 
 
 def requested_method(engine_args: EngineArgs) -> str | None:
@@ -77,10 +77,10 @@ def requested_method(engine_args: EngineArgs) -> str | None:
 
 def _speculator(engine_args: EngineArgs) -> str | None:
     """Return vLLM's method of the trained drafter that :func:`translate` wrote, if it did."""
-    carried = own_part(engine_args.additional_config)
-    if "method" not in carried:
+    payload = own_part(engine_args.additional_config)
+    if "method" not in payload:
         return None
-    speculator = parse_carried(carried).speculator
+    speculator = parse_payload(payload).speculator
     return None if speculator is None else speculator.method
 
 
@@ -97,45 +97,46 @@ def translate(engine_args: EngineArgs) -> None:
         arguments.refuse_misspelled_method(engine_args)
         _refuse_options_without_method(engine_args)
         return
-    asked, given = _asked_for(engine_args), _own_options(engine_args, method)
-    if asked.get("method") is not None and asked["method"] == _speculator(engine_args):
-        asked |= {"method": method, "model": None}  # this function wrote them
-    _check_method(method, asked.pop("method", None))
-    carried_model = given.pop("draft_model", None)
-    if (draft_model := _draft_model(method, asked.pop("model", None))) is None:
-        draft_model = carried_model
-    stands_for = runner_choice.stands_for()
-    asked_nodes = asked.pop("num_speculative_tokens", None)
+    requested = _requested_options(engine_args)
+    plugin_options = _own_options(engine_args, method)
+    if requested.get("method") is not None and requested["method"] == _speculator(engine_args):
+        requested |= {"method": method, "model": None}  # this function wrote them
+    _check_method(method, requested.pop("method", None))
+    model_option = plugin_options.pop("draft_model", None)
+    if (draft_model := _draft_model(method, requested.pop("model", None))) is None:
+        draft_model = model_option
+    vllm_method = runner_choice.vllm_method()
+    requested_nodes = requested.pop("num_speculative_tokens", None)
 
     vllm_fields = _speculative_config_fields()
-    passed_on = {key: asked.pop(key) for key in list(asked) if key in vllm_fields}
-    _refuse_other_methods_options(method, passed_on)
-    for key, value in given.items():
-        _add(asked, key, value, spelled(key))
-    carried = {"method": method, **asked}
+    vllm_options = {key: requested.pop(key) for key in list(requested) if key in vllm_fields}
+    _refuse_other_methods_options(method, vllm_options)
+    for key, value in plugin_options.items():
+        _add(requested, key, value, spelled(key))
+    payload = {"method": method, **requested}
     if draft_model is not None:
-        carried["draft_model"] = draft_model
-    parsed = parse(carried)  # the errors should reach the user now, not in a worker
-    is_v2 = stands_for != runner_choice.V1_METHOD or parsed.speculator is not None
+        payload["draft_model"] = draft_model
+    parsed = parse(payload)  # the errors should reach the user now, not in a worker
+    is_v2 = vllm_method != runner_choice.V1_METHOD or parsed.speculator is not None
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
-    num_nodes = _check_num_nodes(asked_nodes, on_v2 if is_v2 else DEFAULT_NODES)
+    num_nodes = _check_num_nodes(requested_nodes, on_v2 if is_v2 else DEFAULT_NODES)
     if is_v2 and parsed.speculator is None:
         limits = _TIERS if runner_choice.takes_any_length(engine_args) else _TIERS_OF_ONE_LENGTH
-        passed_on.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes, limits))
+        vllm_options.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes, limits))
 
     model: str | None = SPECULATOR_CLASS if is_v2 else PROPOSER_CLASS
     if parsed.speculator is not None:
-        stands_for, model = parsed.speculator.method, parsed.speculator.model
+        vllm_method, model = parsed.speculator.method, parsed.speculator.model
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
-        **passed_on,
-        "method": stands_for,
+        **vllm_options,
+        "method": vllm_method,
         "model": model,
         "num_speculative_tokens": num_nodes,
     }
     additional = dict(engine_args.additional_config or {})
     beam = {k: v for k, v in additional.get(CONFIG_KEY, {}).items() if k in BEAM_KEYS}
-    engine_args.additional_config = {**additional, CONFIG_KEY: {**beam, **carried}}
+    engine_args.additional_config = {**additional, CONFIG_KEY: {**beam, **payload}}
 
 
 def _refuse_options_without_method(engine_args: EngineArgs) -> None:
@@ -148,9 +149,9 @@ def _refuse_options_without_method(engine_args: EngineArgs) -> None:
         )
 
 
-def _refuse_other_methods_options(method: str, passed_on: Mapping[str, object]) -> None:
+def _refuse_other_methods_options(method: str, options: Mapping[str, object]) -> None:
     """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
-    foreign = [key for key in passed_on if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
+    foreign = [key for key in options if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
     if foreign:
         raise RefusedError(
             f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read: "
@@ -158,29 +159,30 @@ def _refuse_other_methods_options(method: str, passed_on: Mapping[str, object]) 
         )
 
 
-def _add(asked: dict[str, object], key: str, value: object, place: str) -> None:
+def _add(options: dict[str, object], key: str, value: object, place: str) -> None:
     """Add a setting from another place; where both have it, they must agree."""
-    if asked.setdefault(key, value) != value:
+    if options.setdefault(key, value) != value:
         raise RefusedError(
-            f"{place}={value!r} and speculative_config[{key!r}]={asked[key]!r} differ; give one "
+            f"{place}={value!r} and speculative_config[{key!r}]={options[key]!r} differ; give one "
             "of them"
         )
 
 
-def _asked_for(engine_args: EngineArgs) -> dict[str, Any]:
+def _requested_options(engine_args: EngineArgs) -> dict[str, Any]:
     """Return ``speculative_config`` with what the short flags say."""
-    given = engine_args.speculative_config or {}
-    asked = {key.replace("-", "_"): value for key, value in given.items()}
+    speculative = engine_args.speculative_config or {}
+    requested = {key.replace("-", "_"): value for key, value in speculative.items()}
     # Next to heads in the dictionary, a method's name as the model names the method.
-    takes_heads = asked.get("model") is not None and engine_args.spec_model in available_methods()
+    has_heads = requested.get("model") is not None
+    names_method = has_heads and engine_args.spec_model in available_methods()
     for flag, key, value in (
         ("--spec-method", "method", engine_args.spec_method),
-        ("--spec-model", "method" if takes_heads else "model", engine_args.spec_model),
+        ("--spec-model", "method" if names_method else "model", engine_args.spec_model),
         ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
     ):
         if value is not None:
-            _add(asked, key, value, flag)
-    return asked
+            _add(requested, key, value, flag)
+    return requested
 
 
 def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
@@ -191,13 +193,13 @@ def _own_options(engine_args: EngineArgs, method: str) -> dict[str, Any]:
             f"additional_config={additional!r} must be a mapping to carry the options of "
             f"method {method!r}; pass a dictionary"
         )
-    given = {key: value for key, value in own_part(additional).items() if key not in BEAM_KEYS}
-    named = given.pop("method", method)
+    options = {key: value for key, value in own_part(additional).items() if key not in BEAM_KEYS}
+    named = options.pop("method", method)
     if named != method:
         raise RefusedError(
             f"method {method!r} and {spelled('method')}={named!r} differ; give one of them"
         )
-    return given
+    return options
 
 
 def _check_method(method: str, named: object) -> None:
@@ -225,7 +227,7 @@ def _check_num_nodes(value: object, default: int) -> int:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
         raise RefusedError(
-            f"num_speculative_tokens={value!r} is the node budget of a request's draft tree and "
+            f"num_speculative_tokens={value!r} is the node limit of a request's draft tree and "
             f"must be a whole number from 1 to {MAX_NODES}; leave it out for {default}"
         )
     return value

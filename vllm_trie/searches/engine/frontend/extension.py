@@ -11,7 +11,7 @@ import msgspec
 from vllm_trie.hooks.frontend.answers import CHAT, COMPLETION, RESPONSES, answered_within
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.limits import switch_off
-from vllm_trie.hooks.wire import SPEC_KEY, ReadyResponse, extra_args_of
+from vllm_trie.hooks.wire import SEARCH_KEY, ReadyResponse, extra_args_of
 from vllm_trie.searches.engine.frontend.beam_api import search_offline, search_online
 from vllm_trie.searches.engine.frontend.hypotheses import ServerCall, served
 from vllm_trie.searches.engine.frontend.requests import (
@@ -54,7 +54,7 @@ def process_beams(
 )
 def verify_greedy_sampling(original: Callable[..., None], self: SamplingParams) -> None:
     # Copies that the engine makes of a checked request carry the key in place of the options.
-    if extra_args_of(self).keys().isdisjoint(("beam_width", SPEC_KEY)):
+    if extra_args_of(self).keys().isdisjoint(("beam_width", SEARCH_KEY)):
         original(self)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from vllm_trie.hooks.frontend.request_options import brought_options, option_keys
-from vllm_trie.hooks.wire import CACHE_SALT, SPEC_KEY, extra_args_of
+from vllm_trie.hooks.wire import CACHE_SALT, SEARCH_KEY, extra_args_of
 from vllm_trie.refusal import shown
 from vllm_trie.searches.engine.beam_support import BeamRequestError
 from vllm_trie.searches.engine.constraint import constraints, option_names
@@ -85,9 +85,9 @@ def check_extra_args(vllm_config: VllmConfig, params: object, processors: Sequen
     extra_args = extra_args_of(params)
     if not extra_args:
         return
-    if SPEC_KEY in extra_args:  # the engine would trust it
+    if SEARCH_KEY in extra_args:  # the engine would trust it
         raise BeamRequestError(
-            f"extra_args[{SPEC_KEY!r}] is for vllm-trie's own use; leave it out, and ask with "
+            f"extra_args[{SEARCH_KEY!r}] is for vllm-trie's own use; leave it out, and ask with "
             "'beam_width'"
         )
     others_read = bool(processors or vllm_config.kv_transfer_config)

@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from vllm_trie.hooks.frontend.answers import take_along
 from vllm_trie.hooks.ledger.record import of_beams
-from vllm_trie.hooks.wire import SPEC_KEY, is_search
+from vllm_trie.hooks.wire import SEARCH_KEY, is_search
 from vllm_trie.searches.engine.frontend.metrics import record_search
 from vllm_trie.searches.engine.search_wire import HypothesisAnswer, SearchAnswer, beam_spec
 
@@ -86,7 +86,7 @@ class SearchOutputs(ParentRequest):
     def get_outputs(
         self, child_request_id: str, completion_output: CompletionOutput
     ) -> tuple[list[CompletionOutput], bool]:
-        result = vars(self._state).get(SPEC_KEY)
+        result = vars(self._state).get(SEARCH_KEY)
         if result is None:  # refused or aborted
             return [replace(completion_output, index=index) for index in range(self.n)], True
         answer = SearchAnswer(*result)
@@ -173,4 +173,4 @@ def add_request(
         state.n = state.parent_req.n
 
 
-take_along(_engine, SPEC_KEY, "takes a search's result out of the field it travels in")
+take_along(_engine, SEARCH_KEY, "takes a search's result out of the field it travels in")

@@ -17,7 +17,7 @@ from vllm_trie.hooks.frontend.request_options import chat_fields, option_keys, r
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import (
     CACHE_SALT,
-    SPEC_KEY,
+    SEARCH_KEY,
     extra_args_of,
     is_search,
 )
@@ -212,7 +212,7 @@ def _prepared(params: SamplingParams, spec: BeamSpec, extra_args: dict[str, Any]
         )
     prepared = params.clone()
     prepared.detokenize &= options.detokenize
-    prepared.extra_args = {**extra_args, SPEC_KEY: spec.packed()}
+    prepared.extra_args = {**extra_args, SEARCH_KEY: spec.packed()}
     prepared.n = 1
     prepared.watermarking = False
     return prepared
@@ -244,7 +244,7 @@ def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None
     Rows rank candidates by log-probabilities that vLLM takes before such processors, and a fork
     would lack the state that a processor keeps of its parent.
     """
-    others = sorted(extra_args_of(params).keys() - {SPEC_KEY, CACHE_SALT, *option_keys()})
+    others = sorted(extra_args_of(params).keys() - {SEARCH_KEY, CACHE_SALT, *option_keys()})
     if others and processors:
         raise BeamRequestError(
             f"beam search: extra_args {shown(others)} may drive a custom logits processor "

@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.hooks.wire import SPEC_KEY, internal_params
+from vllm_trie.hooks.wire import SEARCH_KEY, internal_params
 from vllm_trie.searches import Children, Hypothesis
 from vllm_trie.searches.engine.beam_support import min_blocks
 from vllm_trie.searches.engine.constraint import (
@@ -194,7 +194,7 @@ class BeamGroup:
             prefill_stats=self._prefill_stats,
             trace_headers=self.request.trace_headers,
         )
-        setattr(output, RESULT_FIELD, {SPEC_KEY: answer})
+        setattr(output, RESULT_FIELD, {SEARCH_KEY: answer})
         return output
 
     def _answer(self, hypothesis: Hypothesis) -> HypothesisAnswer:
