@@ -177,7 +177,8 @@ class RequestTexts:
         return text
 
     def _shared_prompt(self, request: DraftRequest) -> _Prompt | None:
-        """Return the prompt that a sample shares, None for a request that is no sample."""
+        """Return the prompt that a sample shares; None for a request that is no sample, and for one
+        with another prompt."""
         if request.sample_of is None:
             return None
         token_ids = request.token_ids[: request.num_prompt_tokens]

@@ -1,1 +1,1 @@
-"""The only part of the package that touches vLLM's internals; see its ledger."""
+"""What both missions need of vLLM: the ledger of patches, start-up, front end, messages."""

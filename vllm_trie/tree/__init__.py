@@ -1,4 +1,4 @@
-"""Token trees: data structure, node order and greedy verification, with NumPy only."""
+"""Token trees: data structure, node order and greedy verification, in NumPy and a compiled core."""
 
 from vllm_trie.tree.batch import accept_all, accept_greedy, check_all, place, select_all
 from vllm_trie.tree.layout import depth_first_layout, depth_first_order, is_prefix

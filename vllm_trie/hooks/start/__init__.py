@@ -1,1 +1,1 @@
-"""From the engine arguments to a configuration that vLLM accepts and the plugin supports."""
+"""The start of an engine: the plugin's options, the support table, memory, the model runner."""

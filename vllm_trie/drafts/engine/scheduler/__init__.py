@@ -1,1 +1,1 @@
-"""Drafts in the scheduler: cache salts, statistics, room for prefills."""
+"""Drafts in the scheduler: statistics, changes before a step, room for prefills."""

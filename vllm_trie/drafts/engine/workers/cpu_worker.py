@@ -50,7 +50,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     "CPUModelRunner", "Model Runner V2 that drafts", _PARAMETERS, scope="v2_runner"
 )
 class DraftingCPUModelRunnerV2(RunnerV2Mixin, cpu_model_runner_v2.CPUModelRunner):
-    """Model Runner V2 on a CPU, with drafts that vLLM verifies."""
+    """Model Runner V2 on a CPU, with drafts."""
 
 
 class TreeCPUWorker(DraftingWorkerMixin, cpu_worker.CPUWorker):

@@ -29,7 +29,7 @@ _worker = Symbols("v1.worker.gpu_worker:Worker.", TREE_DRAFTS, platform="cuda")
     "GPUModelRunner", "Model Runner V2 that drafts", "vllm_config device", scope="v2_runner"
 )
 class DraftingGPUModelRunnerV2(RunnerV2Mixin, GPUModelRunner):
-    """Model Runner V2, with drafts that vLLM verifies."""
+    """Model Runner V2 on a GPU, with drafts."""
 
 
 class TreeGPUWorker(DraftingWorkerMixin, Worker):
