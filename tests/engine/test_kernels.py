@@ -1,8 +1,6 @@
-"""Each attention kernel in the engine, and how a step's rows are shared among them."""
+"""The attention kernel in the engine, and how a step's rows are shared with vLLM's."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.compare import (
-    check_same_outputs,
     differences,
     generate,
     plain_outputs,
@@ -18,34 +15,11 @@ from tests.engine.compare import (
     tell_oracle,
 )
 from tests.engine.prompts import prompts
-from vllm_trie.attention import choose_kernels, kernels
-from vllm_trie.attention.native import NativeKernels
 from vllm_trie.drafts.engine.attention import cpu as cpu_attention
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
-KERNELS = {"x86-64-v3": "AVX2", "x86-64": "SSE2"}
-"""Kernels other than the best one, which all other tests use."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
 COUNT = 16
-
-
-@pytest.fixture
-def use_kernel(monkeypatch):
-    """Use the kernel for another instruction set than the machine's best."""
-
-    def use(name: str) -> None:
-        if name == "x86-64-v3" and not {"avx2", "fma"} <= _cpu_flags():
-            pytest.skip("this CPU has no AVX2")
-        choose_kernels.cache_clear()
-        monkeypatch.setattr(kernels, "NativeKernels", lambda: NativeKernels(name))
-        assert choose_kernels().instructions == KERNELS[name]
-
-    yield use
-    choose_kernels.cache_clear()
-
-
-def _cpu_flags() -> set[str]:
-    return set(Path("/proc/cpuinfo").read_text().split())
 
 
 def _some_without_drafts() -> list[SamplingParams]:
@@ -53,14 +27,6 @@ def _some_without_drafts() -> list[SamplingParams]:
     for quiet in params[1::3]:
         quiet.extra_args = {"speculation": False}
     return params
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_mixed_batches_with_each_kernel(engine, expected, use_kernel, kernel):
-    """More than 64 nodes, and requests without drafts between the others."""
-    use_kernel(kernel)
-    llm = engine(**speculation("test_oracle", 100))
-    assert check_same_outputs(llm, expected[:12], _some_without_drafts(), 6) > 0.2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
