@@ -138,10 +138,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8", "speculation": TREES},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2", "speculation": TREES},
     "another dtype": {"kv_cache_dtype": "float16", "speculation": TREES},
-    "chains": {"speculation": CHAINS},
     "chains, synchronous": {"speculation": CHAINS, "async_scheduling": False},
-    "chains, asynchronous": {"speculation": CHAINS, "async_scheduling": True},
     "sharded sampling": {"enable_batch_sharded_sampling": True, **RANKS},
+    "trace replay": {"enable_trace_replay": True, "speculation": TREES},
     "attention in chunks": {"hf_overrides": {"attention_chunk_size": 128}},
     "KV connector": {"kv_offloading_size": 1.0},
     "pipeline stages": STAGES,
@@ -275,7 +274,6 @@ def scheduled(num_running: int, speculation: dict[str, Any] | None) -> dict[str,
         "running": len(step.num_scheduled_tokens) - len(prefills),
         "prefill tokens": sum(prefills),
         "placeholders": sum(map(len, step.scheduled_spec_decode_tokens.values())),
-        "next": step.num_spec_tokens_to_schedule,
     }
 
 
@@ -309,10 +307,7 @@ def scheduler(config: Any, specs: list[Any], num_blocks: int = 32) -> Any:
 
 
 def described_beams(options: dict[str, Any] | None, **settings: Any) -> dict[str, Any]:
-    try:
-        config = configured_for_beams(options, **settings)
-    except ValueError as error:
-        return {"refused": str(error)}
+    config = configured_for_beams(options, **settings)
     lines.clear()
     made = scheduler(config, SPECS["full"])
     return {
@@ -336,7 +331,6 @@ def beams() -> dict[str, Any]:
     result: dict[str, Any] = {
         "default": described_beams(None),
         "off": described_beams({"beam_search": False}),
-        "yes": described_beams({"beam_search": "yes"}),
         "with_chains": described_beams(None, speculative_config={"method": "ngram_trie"}),
     }
     config = configured_for_beams(None)

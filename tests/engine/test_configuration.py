@@ -230,15 +230,6 @@ def test_model_runner_v2(monkeypatch):
     monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
     with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):  # by vLLM itself
         engine_config()
-    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
-    vllm_config = engine_config(speculative_config={"method": "ngram_trie"}, async_scheduling=None)
-    assert vllm_config.use_v2_model_runner
-    assert config.verification(vllm_config) == "chain"
-    assert vllm_config.speculative_config.num_speculative_tokens == 8
-    trees = {**TREES, "verification": "tree"}
-    assert config.verification(engine_config(speculative_config=trees)) == "tree"
-    message = refusal(speculative_config=trees, enable_trace_replay=True)
-    assert "enable_trace_replay is not supported with trees on Model Runner V2" in message
 
 
 def test_an_unknown_method_is_vllms_to_refuse():
@@ -372,23 +363,6 @@ def test_where_even_the_symbol_that_refuses_is_gone(fresh_process, monkeypatch):
         messages = fresh_process()
     assert len(messages) == 2  # both features need it
     assert all("create_engine_config is missing" in message for message in messages)
-
-
-def test_a_symbol_that_is_gone(fresh_process, monkeypatch):
-    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-    gone = Patch(f"{runner}._no_such_method", "called", "a test")
-    arguments = "vllm.engine.arg_utils:EngineArgs"
-    changed = Patch(f"{arguments}.from_cli_args", "called", "a test", ("renamed",))
-    ledger.entries()  # modules record theirs on import
-    monkeypatch.setattr(record, "ENTRIES", [gone, changed])
-    before = wrapped()
-    (message,) = fresh_process()
-    assert wrapped() == before
-    assert f"{gone.target} is missing" in message
-    assert f"{changed.target} is changed" in message
-    assert "renamed" in message
-    assert "0.32.x" in message
-    assert plugin.status()["beam"] == "ok"
 
 
 def test_hooking_that_fails(fresh_process, monkeypatch):

@@ -6,10 +6,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import accepted_tokens, differences, generate, speculation
-from tests.engine.conftest import runner_of, trees_of
+from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
 from vllm_trie.drafts.engine.tree_step import TreeStep
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
@@ -27,6 +28,14 @@ def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):
     failures = trees_of(llm).guard.failures
     assert failures["error"] > 0
     assert failures["malformed"] > 0
+    waiting = getattr(scheduler_of(llm), STATS_ATTRIBUTE, None) or TreeStats()
+    counted = {
+        metric.labels["reason"]: metric.value
+        + waiting.draft_failures.get(metric.labels["reason"], 0)
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:trie_draft_failures" and metric.labels["method"] == "test_faulty"
+    }
+    assert counted == failures
     assert trees_of(llm).totals.draft_failures == {k: n for k, n in failures.items() if n}
     reports = [r for r in caplog.records if "drafter 'test_faulty' failed" in r.getMessage()]
     assert len(reports) == 1

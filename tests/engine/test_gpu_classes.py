@@ -163,6 +163,7 @@ def test_configurations_on_a_gpu(pretended):
     assert "'float16' is not the model's dtype" in settings["another dtype"]["refused"]
     assert "verification='chain' runs here" in settings["trees in stages"]["refused"]
     assert "needs asynchronous scheduling" in settings["synchronous stages"]["refused"]
+    assert "enable_trace_replay is not supported with trees" in settings["trace replay"]["refused"]
     assert "no rank has all logits of a step" in settings["sharded sampling"]["refused"]
 
 
@@ -170,8 +171,6 @@ def test_configurations_on_a_gpu(pretended):
 @pytest.mark.parametrize(
     ("name", "asynchronous", "ahead"),
     [
-        ("chains", True, True),
-        ("chains, asynchronous", True, True),  # asked for
         ("chains, synchronous", False, False),
         ("default", True, True),
         ("pipeline stages", True, False),
@@ -271,7 +270,6 @@ def test_beam_search_is_on_and_can_be_switched_off(beams):
     assert on["asynchronous"]
     assert beams["with_chains"] == on
     assert "['beam_search']=False" in beams["off"]["reason"]
-    assert "'yes' must be True or False" in beams["yes"]["refused"]
     assert "neither a CPU nor an NVIDIA GPU" in beams["other"]
 
 

@@ -16,9 +16,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from tests.engine.compare import (
     generate,
     plain_outputs,
-    register_test_drafters,
     speculation,
-    tell_oracle,
 )
 from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
@@ -27,11 +25,6 @@ from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats
 from vllm_trie.lab.tiny_model import model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(autouse=True)
-def _test_drafters(monkeypatch):
-    register_test_drafters(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -176,23 +169,6 @@ def test_generate_logs_drafted_and_accepted_tokens(traffic, monkeypatch, caplog)
     caplog.clear()
     outputs += llm.generate(prompts(1), GREEDY, use_tqdm=False)
     assert caplog.messages == []
-
-
-def test_failures_by_reason(engine, traffic):
-    expected = traffic[1][:8]
-    tell_oracle(expected)
-    llm = engine(**speculation("test_faulty", 12), max_num_seqs=7)
-    generate(llm, prompts(8), GREEDY)
-    failures = trees_of(llm).guard.failures
-    counted = {
-        metric.labels["reason"]: metric.value
-        for metric in llm.get_metrics()
-        if metric.name == "vllm:trie_draft_failures" and metric.labels["method"] == "test_faulty"
-    }
-    waiting = pending(llm).draft_failures
-    assert {reason: n + waiting.get(reason, 0) for reason, n in counted.items()} == failures
-    assert failures["error"] > 0
-    assert failures["malformed"] > 0
 
 
 STATS = {"num_spec_tokens": 3, "num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 1}

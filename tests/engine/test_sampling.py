@@ -144,19 +144,6 @@ def test_seeds_next_to_drafts_and_chunks(engine, monkeypatch, verification):
     assert differences([expected[i] for i in same], [outputs[i] for i in same]) == []
 
 
-def test_logprobs(engine):
-    params = SamplingParams(**GREEDY, logprobs=4, ignore_eos=True)
-    expected, outputs = _compare(engine, params)
-    for left, right in zip(expected, outputs, strict=True):
-        assert left.outputs[0].cumulative_logprob == pytest.approx(
-            right.outputs[0].cumulative_logprob, abs=1e-3
-        )
-        for a, b in zip(left.outputs[0].logprobs, right.outputs[0].logprobs, strict=True):
-            assert {t: p.rank for t, p in a.items()} == {t: p.rank for t, p in b.items()}
-            for token in a:
-                assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
-
-
 SCHEMA = {
     "type": "object",
     "properties": {
