@@ -22,7 +22,7 @@ CHATS = [
 ]
 
 
-def complete(client: openai.OpenAI, prompt: str | list[str], **options: Any) -> Any:
+def complete(client: openai.OpenAI, prompt: str | list[str] | list[int], **options: Any) -> Any:
     settings = {"max_tokens": 60, "temperature": 0.0, **options}
     return client.completions.create(model=MODEL_NAME, prompt=prompt, **settings)
 

@@ -47,15 +47,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_quantized(folder: Path, kind: str, model: str | None = None) -> str:
+def write_quantized(folder: Path, kind: str) -> str:
     """Write the model with all weights of its linear layers quantized; returns the folder's path.
 
     Args:
         folder: an empty folder.
         kind: "int8" (weights per channel, activations per token), "gptq" or "awq" (4 bits).
-        model: the model's folder; the shipped one if left out.
     """
-    source = Path(model or model_path())
+    source = model_path()
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(source / "model.safetensors").items():
         if name.endswith("proj.weight"):

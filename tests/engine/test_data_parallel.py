@@ -11,9 +11,10 @@ from vllm import SamplingParams
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import Case, search
+from tests.engine.chats import complete
 from tests.engine.compare import generate
 from tests.engine.prompts import texts, tokenizer
-from tests.engine.serving import MODEL_NAME, Server, running
+from tests.engine.serving import Server, running
 from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.slow
@@ -34,21 +35,15 @@ def server(tmp_path_factory):
         yield server
 
 
-def post(server: Server, path: str, **body: Any) -> Any:
-    return server.http.post(path, json={"model": MODEL_NAME, **body})
-
-
-def complete(server: Server, text: Any, **body: Any) -> list[str]:
-    options = {"prompt": text, "max_tokens": 60, "temperature": 0.0, **body}
-    reply = post(server, "/v1/completions", **options).raise_for_status()
-    return [choice["text"] for choice in reply.json()["choices"]]
+def answers(server: Server, text: str | list[int], **options: Any) -> list[str]:
+    return [choice.text for choice in complete(server.client(), text, **options).choices]
 
 
 def test_speculation(engine, server):
     prompts = [{"prompt_token_ids": tokenizer().encode(text)} for text in TEXTS]
     plain = generate(engine(), prompts, SamplingParams(temperature=0.0, max_tokens=60))
     with ThreadPoolExecutor(8) as pool:
-        texts = list(pool.map(lambda text: complete(server, text), TEXTS))
+        texts = list(pool.map(lambda text: answers(server, text), TEXTS))
     assert texts == [[output.outputs[0].text] for output in plain]
 
     accepted: dict[str, float] = {}
@@ -64,11 +59,11 @@ def test_beam_search(server):
     cases = [Case(prompt(number, 40), 3) for number in range(4)]
 
     def ask(case: Case) -> list[str]:
-        options = {"use_beam_search": True, "n": 3, "max_tokens": case.max_tokens}
-        return complete(server, list(case.prompt_token_ids), **options)
+        options = {"extra_body": {"use_beam_search": True}, "n": 3, "max_tokens": case.max_tokens}
+        return answers(server, list(case.prompt_token_ids), **options)
 
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(ask, cases))
-    for case, hypotheses in zip(cases, answers, strict=True):
+        per_case = list(pool.map(ask, cases))
+    for case, hypotheses in zip(cases, per_case, strict=True):
         expected = [hypothesis.token_ids for hypothesis in search(str(model_path()), case)]
         assert hypotheses == tokenizer().batch_decode(expected, skip_special_tokens=True)
