@@ -120,7 +120,7 @@ def margins(expected: Sequence[Any], outputs: Sequence[Any]) -> list[float | Non
     Args:
         expected: outputs with two logprobs for each token; the margin is the difference of the
             better two.
-        found: outputs for the same prompts.
+        outputs: for the same prompts.
     """
     close_calls: list[float | None] = []
     for left, right in zip(expected, outputs, strict=True):
@@ -139,6 +139,13 @@ def accepted_tokens(llm: Any) -> int:
     """Draft tokens that this engine has accepted so far: all output but one token a step."""
     totals = trees_of(llm).totals
     return totals.tokens - totals.steps
+
+
+def draft_tokens(llm: Any) -> tuple[int, int]:
+    """Accepted and rejected draft tokens of the engine that was started last."""
+    counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"]
+    return accepted, counters["vllm:spec_decode_num_draft_tokens"] - accepted
 
 
 def check_same_outputs(

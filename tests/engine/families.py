@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -429,6 +430,13 @@ def write_config(folder: Path, config: Config) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def repeated_phrases(count: int) -> list[dict[str, list[int]]]:
+    """Return prompts of 20, 47, 74 ... tokens, each of which repeats a phrase of its own."""
+    rng = np.random.default_rng(0)
+    phrases = [rng.integers(CYCLE, VOCABULARY, 9 + i).tolist() for i in range(count)]
+    return [{"prompt_token_ids": (p * 12)[: 20 + 27 * i]} for i, p in enumerate(phrases)]
 
 
 def _model_class(config: Config) -> Any:

@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import (
     Prompt,
     differences,
+    draft_tokens,
     generate,
     largest_score_error,
     preemptions,
@@ -27,11 +27,10 @@ from tests.engine.compare import (
 from tests.engine.conftest import runner_of
 from tests.engine.families import (
     CHAINS,
-    CYCLE,
     FAMILIES,
     PARTIAL_TREES,
     VARIANTS,
-    VOCABULARY,
+    repeated_phrases,
     take_text_for_images,
     write_model,
 )
@@ -44,19 +43,13 @@ SEEDED = [SamplingParams(temperature=1.0, top_k=8, seed=seed, **LONG) for seed i
 PREEMPTING_STEPS = (9, 20)
 DEEP = ("Qwen 2 of three layers", "Phi 3 of three layers")
 """Verified as trees by default; those with two layers repeat one token after another."""
+SEVERAL_CACHE_GROUPS = ("Gemma 2", "Gemma 3", "Gemma 4", "gpt-oss", "Llama 4")
 NAMES = (*(name for name in CHAINS if name != "DeepSeek V2"), *DEEP, *PARTIAL_TREES)
 
 
 @pytest.fixture
 def _images(monkeypatch):
     take_text_for_images(monkeypatch)
-
-
-def repeated_phrases() -> list[Prompt]:
-    """Prompts of 20 to 101 tokens, each of which repeats a phrase of its own."""
-    rng = np.random.default_rng(0)
-    phrases = [rng.integers(CYCLE, VOCABULARY, 9 + i).tolist() for i in range(4)]
-    return [{"prompt_token_ids": (p * 12)[: 20 + 27 * i]} for i, p in enumerate(phrases)]
 
 
 def generate_with_preemptions(llm: Any, prompts: Sequence[Prompt]) -> list[Any]:
@@ -74,13 +67,6 @@ def generate_with_preemptions(llm: Any, prompts: Sequence[Prompt]) -> list[Any]:
                 llm.reset_prefix_cache(reset_running_requests=True)
     assert len(preempted) > len(prompts)
     return [finished[str(index)] for index in range(len(prompts))]
-
-
-def draft_tokens(llm: Any) -> tuple[int, int]:
-    """Accepted and rejected draft tokens of the engine that was started last."""
-    counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    accepted = counters["vllm:spec_decode_num_accepted_tokens"]
-    return accepted, counters["vllm:spec_decode_num_draft_tokens"] - accepted
 
 
 def largest_gap(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
@@ -107,7 +93,7 @@ def test_output(engine, tmp_path, request, monkeypatch, name):
         "kv_cache_memory_bytes": 8 << 20,
         **family.engine,
     }
-    prompts = repeated_phrases()
+    prompts = repeated_phrases(4)
     plain = engine(**options, enable_prefix_caching=False)
     expected, sampled = generate(plain, prompts, GREEDY), generate(plain, prompts, SEEDED)
     tokens = [list(output.outputs[0].token_ids) for output in expected]
@@ -139,7 +125,9 @@ def test_output(engine, tmp_path, request, monkeypatch, name):
         assert differences(sampled, generate(llm, prompts, SEEDED)) == []
         assert draft_tokens(llm)[0] > accepted + 40
         tell_oracle(expected)
-    if name in PARTIAL_TREES and len(runner_of(llm).adapter.cache_groups) > 1:
+        num_groups = len(runner_of(llm).adapter.cache_groups)
+        assert (num_groups > 1) == (name in SEVERAL_CACHE_GROUPS), num_groups
+    if name in SEVERAL_CACHE_GROUPS:
         # The first group's KV moves, that of the others does not.
         stock = compaction.compact
         monkeypatch.setattr(compaction, "compact", lambda groups, *rest: stock(groups[:1], *rest))
