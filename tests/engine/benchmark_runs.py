@@ -14,10 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import ROOT
+from vllm_trie.lab.tiny_model import model_path
 
 BENCHMARKS = ROOT / "benchmarks"
+RECORDED = ("plain", "ngram", "ngram_trie_fixed_8")
+"""Methods whose drafts of recorded answers do not depend on measured times."""
 VARIANTS = {
     "beam": [[], ["--wide"], ["--parts"]],
+    "peers": [
+        [],
+        ["--workload", "chat", "--model", str(model_path()), "--dtype", "float32"],
+        [
+            *["--workload", "replay", "--max-tokens", "80", "--at-once", "1", "2", "--methods"],
+            *RECORDED,
+        ],
+    ],
 }
 """Further options, for what the defaults do not print."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.benchmark_runs import commands
+from tests.engine.benchmark_runs import RECORDED, commands
 from tests.processes import run_program
 
 
@@ -16,10 +16,22 @@ def runs():
     return {" ".join(run["command"]): run for run in done}
 
 
-@pytest.mark.parametrize("command", map(" ".join, commands()))
+@pytest.mark.parametrize("command", [" ".join(command) for command in commands()])
 def test_a_smoke_run_prints_and_writes(runs, command):
     run = runs[command]
     assert run["status"] == 0, run["printed"][-6000:]
     assert run["printed"].count("┃") > 2, "no table"
     assert run["rows"]
     assert all(row.get("identical") in (None, True) for row in run["rows"])
+
+
+def test_peers_draft_recorded_answers(runs):
+    [rows] = (run["rows"] for command, run in runs.items() if "--workload replay" in command)
+    assert {"method", "workload", "category", "tokens_per_s", "tokens_per_step"} <= rows[0].keys()
+    assert {"2 at once", "mean"} < {row["category"] for row in rows}
+    plain, *drafting = (row for row in rows if row["category"] == "mean")
+    assert [row["method"] for row in (plain, *drafting)] == [*RECORDED]
+    assert (plain["tokens_per_step"], plain["ratio_to_plain"], plain["nodes_per_step"]) == (1, 1, 0)
+    # The answers are in the prompts: drafts succeed, and a tree has to be verified for it.
+    assert all(row["tokens_per_step"] > 1.5 for row in drafting)
+    assert drafting[1]["nodes_per_step"] > 1
