@@ -29,7 +29,6 @@ from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.v2_run import CHAINS, OPT_OUT, TEXTS, TREES, UNION, greedy
 from tests.engine.v2_trees import put_in
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
-from vllm_trie.lab.tiny_model import model_path
 
 FIXED = {"node_budget": "fixed"}
 BROKEN = "broken chains"
@@ -48,26 +47,18 @@ PLAIN = [greedy(max_tokens=6 + i, **OPT_OUT) for i in range(4)]
 
 
 def engine(name: str) -> LLM:
-    llm = LLM(
-        model=str(model_path()),
+    return v2_on_cpu.start(
         load_format="dummy",
         hf_overrides=ONE_LAYER,
-        dtype="float32",
+        enforce_eager=False,
         compilation_config={"mode": 0},
         kv_cache_memory_bytes=16 << 20,
-        block_size=32,
         max_num_seqs=4,
-        max_num_batched_tokens=48,
-        max_model_len=160,
-        disable_log_stats=False,
-        seed=0,
         speculative_config=ENGINES[name],
     )
-    _kept.append(llm)
-    return llm
 
 
-def run_drafts(name: str, plain: list[Any]) -> dict[str, Any]:
+def run_drafts(name: str, plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
     """Start an engine that drafts; compare its output with `plain`, or fill that without drafts."""
     llm = engine(name)
     adapter = runner_of(llm).adapter
@@ -86,10 +77,10 @@ def run_drafts(name: str, plain: list[Any]) -> dict[str, Any]:
         (check,) = start.device_checks
         result |= {"checked_steps": check.num_steps, "largest_error": check.largest_error}
         result["refusals"] = refusals(runner_of(llm))
-    return result
+    return llm, result
 
 
-def run_broken(plain: list[Any]) -> dict[str, Any]:
+def run_broken(plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
     """Start an engine whose verification raises: it must serve, without drafts."""
 
     stock = DraftedOnly.__call__
@@ -113,7 +104,7 @@ def run_broken(plain: list[Any]) -> dict[str, Any]:
         if metric.name == "vllm:trie_draft_failures" and metric.labels["reason"] == "start_check"
     )
     assert counted == 1
-    return {}
+    return llm, {}
 
 
 def search(llm: LLM) -> None:
@@ -127,10 +118,6 @@ def search(llm: LLM) -> None:
     assert start.Graph.replays > replays
 
 
-_kept: list[LLM] = []
-"""An engine that is freed ends the process groups of the others."""
-
-
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
     start.start_as_on_a_gpu()
@@ -140,8 +127,8 @@ def main() -> None:
     plain: list[Any] = []
     for name in sys.argv[1:] or [*ENGINES][:-1]:
         print(name, flush=True)
-        results[name] = run_broken(plain) if name == BROKEN else run_drafts(name, plain)
-    search(_kept[-1])
+        llm, results[name] = run_broken(plain) if name == BROKEN else run_drafts(name, plain)
+    search(llm)
     print("RESULT " + json.dumps({**results, "launches": sorted(launches)}))
 
 

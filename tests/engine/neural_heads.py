@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from vllm_trie.lab.tiny_model import model_path
 
 
-def make_draft_model(folder: Path, num_layers: int = 1) -> str:
-    """Write the shipped model's first layers as a draft model; returns its folder."""
+def make_draft_model(folder: Path) -> str:
+    """Write the shipped model's first three layers as a draft model; returns its folder."""
     weights = {
         name: tensor
         for name, tensor in _target_weights().items()
-        if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < 3
     }
-    return _save(folder, _config(num_hidden_layers=num_layers), weights)
+    return _save(folder, _config(num_hidden_layers=3), weights)
 
 
 def make_eagle3(folder: Path) -> str:

@@ -32,7 +32,6 @@ def record(is_v2: bool) -> dict[str, Any]:
         from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
         v2_on_cpu.schedule_as_on_a_gpu()
-        v2_on_cpu.let_streams_idle()
         v2_on_cpu.use_v2(True)
     from vllm.plugins import load_general_plugins
     from vllm.v1.engine import input_processor

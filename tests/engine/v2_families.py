@@ -9,38 +9,38 @@ without names this one compares all families:
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 # isort: split
 
-import numpy as np
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.config.mamba import MambaBackendEnum
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from tests.engine.compare import differences, generate, largest_score_error, tell_oracle
+from tests.engine.compare import (
+    differences,
+    draft_tokens,
+    generate,
+    largest_score_error,
+    tell_oracle,
+)
 from tests.engine.conftest import add_experts_group, runner_of
 from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import (
-    CYCLE,
     FAMILIES,
     PARTIAL_TREES,
-    VOCABULARY,
     WINDOW,
+    repeated_phrases,
     take_text_for_images,
     write_model,
 )
@@ -51,7 +51,6 @@ from vllm_trie.drafts.engine.workers import cpu_worker
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
 from vllm_trie.extras.device_checks.gpu_check import check_device
 from vllm_trie.extras.device_checks.kernel_check import RequestShape
-from vllm_trie.hooks.start import limits
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TREES = {**CHAINS, "num_speculative_tokens": 12, "verification": "tree"}
@@ -63,15 +62,10 @@ IN_TREES = (EXPERTS, "Qwen 3 VL", "gpt-oss", IN_CHUNKS)
 """Verified as trees, most with the true path in them."""
 TESTED = ("Gemma 2", "gpt-oss", "Llama 4", "Qwen 3 VL", EXPERTS)
 """Windows and soft caps, sinks, attention in chunks, and positions of images; and experts."""
+PROMPTS = repeated_phrases(3)
+"""The longest one is computed in parts."""
 SEARCHED = ("Qwen 3 VL", "gpt-oss")
 """Beams with positions in three dimensions (M-RoPE), and in two KV cache groups."""
-
-
-def prompts() -> list[dict[str, list[int]]]:
-    """Each repeats a phrase of its own; the longest one is computed in parts."""
-    rng = np.random.default_rng(0)
-    phrases = [rng.integers(CYCLE, VOCABULARY, 9 + i).tolist() for i in range(3)]
-    return [{"prompt_token_ids": (p * 9)[: 20 + 27 * i]} for i, p in enumerate(phrases)]
 
 
 def compare(name: str, folder: Path, num_tokens: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -88,24 +82,19 @@ def compare(name: str, folder: Path, num_tokens: int, patch: pytest.MonkeyPatch)
     model = write_model(folder / name.replace(" ", "-"), family, repeats=True)
 
     def engine(**options: Any) -> LLM:
-        return LLM(
+        return v2_on_cpu.start(
             model=model,
-            dtype="float32",
-            enforce_eager=True,
             skip_tokenizer_init=True,
             max_model_len=192,
             max_num_seqs=3,
-            block_size=32,
             kv_cache_memory_bytes=8 << 20,
-            max_num_batched_tokens=48,
-            disable_log_stats=False,
             enable_return_routed_experts=name == EXPERTS,
             **family.engine,
             **options,
         )
 
     plain = engine()
-    expected = generate(plain, prompts(), requests)
+    expected = generate(plain, PROMPTS, requests)
     if name == IN_CHUNKS:
         chains = with_the_devices_attention(lambda: engine(speculative_config=TREES), patch)
         check_chunks(runner_of(chains))
@@ -115,23 +104,20 @@ def compare(name: str, folder: Path, num_tokens: int, patch: pytest.MonkeyPatch)
     if name in IN_TREES:
         tell_oracle(expected)
         put_in(chains, OracleDrafter)
-    outputs = generate(chains, prompts(), requests)
+    outputs = generate(chains, PROMPTS, requests)
     if name == IN_CHUNKS:  # again, behind cached blocks
-        outputs[2:] = generate(chains, prompts()[2:], requests[2:])
-    counted = {m.name: m.value for m in chains.get_metrics() if hasattr(m, "value")}
-    accepted = counted["vllm:spec_decode_num_accepted_tokens"]
-    drafted = counted["vllm:spec_decode_num_draft_tokens"]
-    assert name != IN_CHUNKS or counted["vllm:prefix_cache_hits"] > 0
-    _kept.extend((plain, chains))
+        outputs[2:] = generate(chains, PROMPTS[2:], requests[2:])
+    accepted, rejected = draft_tokens(chains)
+    assert name != IN_CHUNKS or outputs[2].num_cached_tokens > 0
     if name == EXPERTS:
         search = SamplingParams(n=2, temperature=0.0, max_tokens=2, extra_args={"beam_width": 2})
         with pytest.raises(ValueError, match="enable_return_routed_experts is not supported"):
-            generate(chains, prompts(), search)
+            generate(chains, PROMPTS, search)
     return {
         "differences": differences(expected, outputs),
         "accepted": accepted,
-        "rejected": drafted - accepted,
-        "score_error": largest_score_error(plain, prompts(), 9) if name in SEARCHED else None,
+        "rejected": rejected,
+        "score_error": largest_score_error(plain, PROMPTS, 9) if name in SEARCHED else None,
         "other_experts": rows_with_other_experts(expected, outputs) if name == EXPERTS else None,
     }
 
@@ -176,34 +162,11 @@ def rows_with_other_experts(expected: Sequence[Any], outputs: Sequence[Any]) -> 
     ]
 
 
-def take_the_devices_recurrent_kernels() -> None:
-    """Let recurrent layers run a GPU's Triton kernels; those for CPUs keep no state for drafts.
-
-    Before the models' modules are imported.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "is_cpu", lambda self: False)
-        for name in ("causal_conv1d", "mamba_ssm", "ssd_combined"):
-            importlib.import_module(f"vllm.model_executor.layers.mamba.ops.{name}")
-    from vllm.model_executor.layers.mamba import short_conv
-    from vllm.model_executor.layers.mamba.ops import ssu_dispatch
-
-    registry_of_backends = ssu_dispatch._BACKEND_REGISTRY
-    registry_of_backends[MambaBackendEnum.CPU] = registry_of_backends[MambaBackendEnum.TRITON]
-    limits._has_state = lambda config: False  # as if this were a GPU
-    short_conv.current_platform = SimpleNamespace(is_cpu=lambda: False)
-
-
-_kept: list[LLM] = []
-"""An engine that is freed ends the process groups of the others."""
-
-
 def compare_families(names: Iterable[str], num_tokens: int) -> dict[str, Any]:
     """Compare families on Model Runner V2, by name."""
     results = {}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         take_text_for_images(patch)
-        take_the_devices_recurrent_kernels()
         for name in names:
             add_experts_group(patch)
             with patch.context() as of_family:

@@ -154,7 +154,7 @@ def compare_union(
         plain: Their outputs.
         folder: Takes a draft model.
     """
-    model = make_draft_model(folder, num_layers=3)
+    model = make_draft_model(folder)
     entry = {"method": "draft_model", "model": model, "num_speculative_tokens": LENGTH}
     return run_union(engine(**union(entry, 4 * LENGTH, **AS_TREES)), requests, plain)
 

@@ -37,6 +37,7 @@ shuffle_programs()
 
 # vLLM calls it eight times when an engine starts: up to 3 s. The programs keep their engines.
 gc.collect = lambda generation=2: 0
+_kept: list[Any] = []
 
 
 _load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -88,7 +89,7 @@ class Event:
 def schedule_as_on_a_gpu() -> None:
     """Leave asynchronous scheduling as vLLM resolved it, which a CPU always switches off."""
     import torch
-    import vllm.v1.worker.cpu.shm  # noqa: F401 - its stand-ins, before the ones here
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - its stand-ins, for streams too; here for events
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -109,36 +110,31 @@ def schedule_as_on_a_gpu() -> None:
     torch.Event = torch.cuda.Event = Event
 
 
-class Stream:
-    """A stand-in for a stream, whose work is always done."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    synchronize = wait_event = lambda self, *args: None
-
-
-def let_streams_idle() -> None:
-    """Give model runners stand-ins for the stream on which they copy results."""
-    import torch
-
-    torch.cuda.Stream = Stream
-    torch.cuda.stream = lambda stream: Stream()
-    torch.cuda.current_stream = lambda *args: Stream()
-
-
 def use_v2(value: bool) -> None:
     """Choose the model runner of the engines that start from now on."""
     from vllm import envs
 
     # Where an engine has run, vLLM reads no environment variable any more.
     vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = value
+
+
+def start(**options: Any) -> Any:
+    """Start an engine with these options over those of all programs, and keep it: one that is freed
+    ends the process groups of the others."""
+    from vllm import LLM
+
+    from vllm_trie.lab.tiny_model import model_path
+
+    settings = {
+        "model": str(model_path()),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 160,
+        "max_num_batched_tokens": 48,
+        "disable_log_stats": False,
+        "seed": 0,
+        **options,
+    }
+    _kept.append(LLM(**settings))
+    return _kept[-1]

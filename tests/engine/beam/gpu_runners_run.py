@@ -261,7 +261,6 @@ _kept: list[LLM] = []
 
 def main() -> None:
     v2_on_cpu.schedule_as_on_a_gpu()
-    v2_on_cpu.let_streams_idle()
     check_copies()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
