@@ -96,22 +96,21 @@ def run(llm: LLM) -> dict[str, Any]:
 
 
 def main() -> None:
-    # "uni" and plain V2 come last: ranks cannot be forked from a process that is one itself. All
-    # engines live to the end: one that is freed ends the process groups of the others.
-    engines, results = [], {}
+    # "uni" and plain V2 come last: ranks cannot be forked from a process that is one itself.
+    results = {}
     folder = Path(tempfile.mkdtemp())
     for number, name in enumerate(sys.argv[1:] or ENGINES):
         os.environ[FILE] = str(folder / str(number))
         if name == "chains, tensors":
             os.environ[REAL] = "1"
-        engines.append(engine(**ENGINES[name]))
+        llm = engine(**ENGINES[name])
         record = Path(os.environ[FILE])
         record.unlink(missing_ok=True)  # of the start
-        results[name] = run(engines[-1])
+        results[name] = run(llm)
         results[name]["order"] = orders(record)
         if ENGINES[name]["speculative_config"] is BUDGETED:
             pauses().touch()
-            results[f"pauses, {name}"] = run(engines[-1])
+            results[f"pauses, {name}"] = run(llm)
             results[f"pauses, {name}"]["order"] = orders(record)
             pauses().unlink()
         del os.environ[FILE]

@@ -1,22 +1,18 @@
 """Drafts on vLLM's Model Runner V2 against the same runner without speculation, on a CPU.
 
-A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object. The tests send few
-random requests; this compares only such, as many as are wanted, with one of `METHODS`:
-
-    python -m tests.engine.v2_run COUNT [SEED [METHOD]]
-
-And this only trained drafters with random weights, all or some, as chains and as trees:
+A program of its own, see :mod:`tests.engine.v2_on_cpu`. Prints one JSON object. This compares only
+trained drafters with random weights, all or some, as chains and as trees:
 
     python -m tests.engine.v2_run trained [NAME ...]
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +27,14 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.engine.beam.cases import few_cases, request_of, run_cases
+from tests.engine.beam.cases import few_cases, run_cases
 from tests.engine.beam.gpu_runners_run import passes_at_start
 from tests.engine.beam.lora import make_adapters
-from tests.engine.beam.oracle import Case
 from tests.engine.compare import (
     check_outputs_beside_aborts,
     differences,
     generate,
+    margins,
     preemptions,
     session_answers,
     session_texts,
@@ -55,7 +51,6 @@ from tests.engine.v2_delivery import differing_deliveries
 from tests.engine.v2_families import TESTED, compare_families
 from tests.engine.v2_faults import ENGINE, FAULTS, reasons
 from tests.engine.v2_neural import Comparison, compare_neural, compare_random, compare_union
-from tests.engine.v2_replay import replay
 from tests.engine.v2_trees import (
     differing,
     differing_top_tokens,
@@ -66,6 +61,7 @@ from tests.engine.v2_trees import (
 )
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.engine.config import verification
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
 from vllm_trie.lab.local_engine import decode_steps
 from vllm_trie.lab.tiny_model import medusa_path, model_path
@@ -109,8 +105,6 @@ UNION = {
     "drafters": ["ngram", "medusa"],
     "model": str(medusa_path()),
 }
-LOOKAHEAD = {"method": "lookahead_trie", "ngram_size": 3}
-HEADS = {"method": "medusa_dynamic", "model": str(medusa_path())}
 # The interpreter's times say nothing of what a node is worth.
 AS_CHAINS = {"num_speculative_tokens": TOKENS, "node_budget": "fixed"}
 AS_TREES = {"num_speculative_tokens": NODES, "node_budget": "fixed", "verification": "tree"}
@@ -124,19 +118,6 @@ NGRAM = {
     "prompt_lookup_max": 3,
 }
 """vLLM's own, which drafts on the device."""
-METHODS = {
-    "oracle": TREES,
-    "ngram": {**TREES, "recycle": True},
-    "medusa": {**HEADS, **AS_TREES},
-    "lookahead": {**LOOKAHEAD, **AS_TREES},
-    "union": {**UNION, **AS_TREES},
-    "chains": CHAINS,
-    "chains ahead": AHEAD,
-    "medusa chains": {**HEADS, **AS_CHAINS},
-    "lookahead chains": {**LOOKAHEAD, **AS_CHAINS},
-    "union chains": {**UNION, **AS_CHAINS},
-}
-"""Of the runs with many random requests; `oracle` has most of the true path in its trees."""
 ADAPTERS = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
 """For two adapters: vLLM on CPUs computes requests without one with that of the last slot."""
 STRUCTURED = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}})
@@ -145,23 +126,13 @@ STRUCTURED_FIRST = [greedy(structured_outputs=STRUCTURED, max_tokens=6), greedy(
 
 def engine(**options: Any) -> LLM:
     settings = {
-        "model": str(model_path()),
-        "block_size": 32,
         "num_gpu_blocks_override": 8,  # for two requests, and vLLM keeps one
         "max_num_seqs": 3,
-        "max_num_batched_tokens": 48,
-        "max_model_len": 160,
-        "dtype": "float32",
         "kv_cache_memory_bytes": 16 << 20,
         "reasoning_config": ReasoningConfig(**THINKING),
         **options,
     }
-    return LLM(
-        enforce_eager=True,
-        disable_log_stats=False,
-        seed=0,
-        **settings,
-    )
+    return v2_on_cpu.start(**settings)
 
 
 class ChainOracle(OracleDrafter):
@@ -180,17 +151,18 @@ class ChainOracle(OracleDrafter):
 def count_drafts(llm: LLM, drafts: list[int]) -> None:
     """Note the length of each draft that is verified."""
     trees = trees_of(llm)
-    stock = trees.begin_step
+    stock = trees.take_drafts
 
-    def begin_step(request_ids: Any, scheduled: Any, *others: Any) -> Any:
-        drafts.extend(filter(None, map(len, scheduled.values())))
-        return stock(request_ids, scheduled, *others)
+    def take_drafts(step: Any, verified: Any) -> None:
+        drafts.extend(filter(None, map(len, verified.values())))
+        stock(step, verified)
 
-    trees.begin_step = begin_step
+    trees.take_drafts = take_drafts
 
 
 def note_rows(llm: LLM) -> list[bool]:
-    """Note whether drafts right after a prompt have the logits of its last token."""
+    """Note whether drafts right after a prompt have the logits of its last token, of drafters that
+    read them."""
     trees, had_rows = trees_of(llm), []
     stock = trees.draft
 
@@ -200,6 +172,7 @@ def note_rows(llm: LLM) -> list[bool]:
             request.rows is not None
             for request in requests.values()
             if len(request.token_ids) == request.num_prompt_tokens + 1
+            and trees.guard.drafter.needs_rows
         )
         return result
 
@@ -207,56 +180,30 @@ def note_rows(llm: LLM) -> list[bool]:
     return had_rows
 
 
-class Lengths:
-    """Tokens of steps as scheduled and as verified, and of each draft.
+def note_lengths(llm: LLM) -> list[tuple[int, int]]:
+    """Note tokens as scheduled and as verified, of each step with places for drafts that are known
+    at its launch."""
+    adapter, lengths = runner_of(llm).adapter, []
+    stock = adapter._cut
 
-    Attributes:
-        scheduled, verified: tokens of each step with places for drafts.
-        filled: draft tokens verified in excess of those drafted.
-        undrafted: steps that verify drafts beside requests that have places and no draft.
-    """
+    def cut(output: Any, planned: Any = None) -> Any:
+        result = stock(output, planned)
+        if planned is None and output.scheduled_spec_decode_tokens:
+            verified = result.output.total_num_scheduled_tokens
+            lengths.append((output.total_num_scheduled_tokens, verified))
+        return result
 
-    def __init__(self, llm: LLM) -> None:
-        self.scheduled: list[int] = []
-        self.verified: list[int] = []
-        self.filled = self.undrafted = 0
-        adapter = runner_of(llm).adapter
-        stock = adapter._cut
-
-        def cut(output: Any, lengths: Any = None) -> Any:
-            result = stock(output, lengths)
-            if lengths is not None:  # launched ahead, with places that were planned
-                return result
-            step = result.output
-            places = output.scheduled_spec_decode_tokens
-            if places:
-                self.scheduled.append(output.total_num_scheduled_tokens)
-                self.verified.append(step.total_num_scheduled_tokens)
-                drafted = {name: len(adapter._requests[name].drafted) for name in places}
-                kept = {n: len(t) for n, t in step.scheduled_spec_decode_tokens.items()}
-                self.filled += sum(kept.get(name, 0) - drafted[name] for name in places)
-                alone = [n for n in places if not kept.get(n) and step.num_scheduled_tokens[n] == 1]
-                self.undrafted += bool(alone) and bool(kept)
-            return result
-
-        adapter._cut = cut
-
-    def summary(self) -> dict[str, float]:
-        steps = len(self.scheduled)
-        return {
-            "scheduled": sum(self.scheduled) / steps,
-            "verified": sum(self.verified) / steps,
-            "filled": self.filled,
-            "undrafted": self.undrafted,
-        }
+    adapter._cut = cut
+    return lengths
 
 
-def steps_with_trees(llm: LLM) -> list[int]:
+def steps_with_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     """Steps of `decode_steps` with several tokens, and those of them whose tree has the tokens."""
     texts = [text["prompt_token_ids"] for text in TEXTS]
     batches = decode_steps(llm, texts, MIXED)
     steps = [step for batch in batches for step in batch if len(step.tokens) > 1]
-    return [len(steps), sum(len(step.accepted) + 1 >= len(step.tokens) for step in steps)]
+    with_tree = sum(len(step.accepted) + 1 >= len(step.tokens) for step in steps)
+    return {"steps_with_trees": [len(steps), with_tree]}
 
 
 def hidden_states(llm: LLM, answers: dict[Any, Any]) -> dict[Any, Any]:
@@ -269,36 +216,50 @@ def hidden_states(llm: LLM, answers: dict[Any, Any]) -> dict[Any, Any]:
     return dict(HiddenStateDrafter.seen)
 
 
-def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
-    """One engine's share: what differs from plain outputs, and what was done."""
-    before = free_blocks(llm)
-    drafts: list[int] = []
-    waits, lengths = Waits(llm), Lengths(llm)
-    count_drafts(llm, drafts)
+def share(llm: LLM, plain: dict[str, Any], *more: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """One engine's share: what differs from plain outputs, and what was done.
+
+    Args:
+        llm: The engine, which has served nothing.
+        plain: Plain outputs.
+        more: What it does besides; they take engine and plain outputs.
+    """
+    before, drafts = free_blocks(llm), list[int]()
     runner, totals = runner_of(llm), trees_of(llm).totals
     assert isinstance(runner, GPUModelRunner)
+    vllm_config = llm.llm_engine.vllm_config
+    is_exact = verification(vllm_config) == "tree"  # with seeds, too
+    waits, lengths = Waits(llm), note_lengths(llm)
+    count_drafts(llm, drafts)
+    with preemptions(llm) as preempted:
+        outputs = generate(llm, TEXTS, MIXED)
     result: dict[str, Any] = {
         "async": type(scheduler_of(llm)).__name__.startswith("Async"),
         "dense_text": not hasattr(runner.req_states.all_token_ids, "_uva_buf"),
+        "greedy": differences(plain["greedy"], outputs),
+        "preempted": len(preempted),
+        "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+        "steps": [totals.steps, totals.tokens],
+        "lengths": lengths[:],
     }
-    with preemptions(llm) as preempted:
-        outputs = generate(llm, TEXTS, MIXED)
-    result["greedy"] = differences(plain["greedy"], outputs)
-    result["preempted"] = len(preempted)
-    result["lengths"] = lengths.summary()
-    result["tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
-    result["stats"] = dataclasses.asdict(totals)
-    seeded = generate(llm, TEXTS[:4], SEEDS_WITHOUT_DRAFTS)
-    result["seeds"] = differences(plain["seeds"][:3], seeded[:3])
+    tell_oracle(plain["seeds"])
+    params, count = (SEEDS, 4) if is_exact else (SEEDS_WITHOUT_DRAFTS, 3)
+    seeded = generate(llm, TEXTS[:4], params)
+    result["seeds"] = differences(plain["seeds"][:count], seeded[:count])
+    tell_oracle([*plain["long"], *plain["told"]])
     result["structured"] = differences(plain["structured"], structured(llm))
     result["sessions"] = sessions(llm, plain["stops"]) == plain["sessions"]
     result |= predicted(llm, plain["long"])
-    put_in(llm, ChainOracle)
+    if vllm_config.lora_config is not None:
+        result |= run_adapters(llm, plain)
+    put_in(llm, OracleDrafter if is_exact else ChainOracle)
     steps, tokens = totals.steps, totals.tokens
-    check_outputs_beside_aborts(llm, plain["long"], greedy(), {3: [0], 7: [3]})
+    aborts = {2: [0], 5: [3]} if is_exact else {3: [0], 7: [3]}
+    check_outputs_beside_aborts(llm, plain["long"], greedy(), aborts)
     result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
     result["waits"] = waits.summary()
-    result |= run_other_drafters(llm, plain) if result["async"] else run_adapters(llm, plain)
+    for run in more:
+        result |= run(llm, plain)
     step_to_the_end(llm)
     result["requests_left"] = len(runner.adapter._requests) + len(runner.req_states.req_id_to_index)
     result["blocks_lost"] = before - free_blocks(llm)
@@ -316,12 +277,10 @@ def run(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
     return result
 
 
-def run_ahead(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
+def share_ahead(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     """The share of an engine whose steps are launched ahead of their drafts."""
-    before, adapter, totals = free_blocks(llm), runner_of(llm).adapter, trees_of(llm).totals
-    waits, ahead, stock = Waits(llm), [], adapter._plan
-    early, guard = [], trees_of(llm).guard
-    draft_prepared = guard.draft_prepared
+    adapter, guard = runner_of(llm).adapter, trees_of(llm).guard
+    ahead, early, stock, draft_prepared = [], [], adapter._plan, guard.draft_prepared
 
     def plan(output: Any) -> Any:
         lengths = stock(output)
@@ -334,95 +293,58 @@ def run_ahead(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
         return early[-1]
 
     adapter._plan, guard.draft_prepared = plan, draft_early
-    with preemptions(llm) as preempted:
-        outputs = generate(llm, TEXTS, MIXED)
-    result: dict[str, Any] = {
-        "greedy": differences(plain["greedy"], outputs),
-        "preempted": len(preempted),
-        "structured": differences(plain["structured"], structured(llm)),
-        **predicted(llm, plain["long"]),
-    }
-    put_in(llm, ChainOracle)
-    steps, tokens = totals.steps, totals.tokens
-    check_outputs_beside_aborts(llm, plain["long"], greedy(), {3: [0], 7: [3]})
-    result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
-    result["steps_with_trees"] = steps_with_trees(llm)
-    put_in(llm, FaultyDrafter)
-    result["faulty"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
-    step_to_the_end(llm)
-    return {
-        **result,
-        "ahead": [sum(ahead), len(ahead)],
-        "early": [sum(chains is not None for chains in early), len(early)],
-        "waits": waits.summary(),
-        "requests_left": len(adapter._requests) + len(trees_of(llm).forecast._rates),
-        "blocks_lost": before - free_blocks(llm),
-    }
-
-
-def run_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
-    """The share of an engine with trees; of the asynchronous one's, most have the true path."""
-    before = free_blocks(llm)
-    waits = Waits(llm)
-    totals = trees_of(llm).totals
-    is_async = type(scheduler_of(llm)).__name__.startswith("Async")
-    if is_async:
-        put_in(llm, OracleDrafter)
-    had_rows = note_rows(llm)
-    with preemptions(llm) as preempted:
-        outputs = generate(llm, TEXTS, MIXED)
-    result: dict[str, Any] = {
-        "async": is_async,
-        "had_rows": had_rows,
-        "greedy": differences(plain["greedy"], outputs),
-        "preempted": len(preempted),
-        "greedy_steps": [totals.steps, totals.tokens],
-        "steps_with_trees": steps_with_trees(llm),
-        "sessions": sessions(llm, plain["stops"]) == plain["sessions"],
-    }
-    if is_async:
-        tell_oracle(plain["seeds"])
-        steps, tokens = totals.steps, totals.tokens
-        result["seeds"] = differences(plain["seeds"], generate(llm, TEXTS[:4], SEEDS))
-        result["seeds_steps"] = [totals.steps - steps, totals.tokens - tokens]
-        tell_oracle(plain["long"])
-        result["structured"] = differences(plain["structured"], structured(llm))
-        result |= predicted(llm, plain["long"])
-        check_outputs_beside_aborts(llm, plain["long"], greedy(), {2: [0], 5: [3]})
-        tell_oracle_of(plain["requests"], plain["answers"])
-        answers = answers_of(llm, plain["requests"], with_priorities=False)
-        result["random"] = differing(plain["requests"], plain["answers"], answers)
-    result["waits"] = waits.summary()
-    if not is_async:
-        result |= run_adapters(llm, plain)
-    else:
-        HiddenStateDrafter.steps.clear()
-        plain["seen"] = hidden_states(llm, OracleDrafter.answers)
-        result["argmax"] = [
-            bool(step.node_argmax[step.accepted[-1] + 1 if step.accepted else 0] == tokens[-1])
-            for tokens, step in HiddenStateDrafter.steps
-            if step is not None and step.tree.num_nodes
-        ]
-    step_to_the_end(llm)
-    result["requests_left"] = len(runner_of(llm).adapter._requests)
-    result["blocks_lost"] = before - free_blocks(llm)
+    result = share(llm, plain, steps_with_trees, faulty)
+    assert not trees_of(llm).forecast._rates
+    result["ahead"] = [sum(ahead), len(ahead)]
+    result["early"] = [sum(chains is not None for chains in early), len(early)]
     return result
 
 
-def run_other_drafters(llm: LLM, plain: dict[str, list[Any]]) -> dict[str, Any]:
-    """What does not depend on how steps are scheduled; with one engine it is enough."""
-    result: dict[str, Any] = {"beams": differences(plain["beams"], beside_a_beam_search(llm))}
+def share_of_trees(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
+    """The share of an engine whose trees have most of the true path."""
+    put_in(llm, OracleDrafter)
+    return share(llm, plain, steps_with_trees, random_answers, argmax_of_nodes)
+
+
+def random_answers(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
+    """Random requests, with log-probabilities; and the waits of their steps."""
+    waits = Waits(llm)
+    tell_oracle_of(plain["requests"], plain["answers"])
+    answers = answers_of(llm, plain["requests"], with_priorities=False)
+    random_ones = differing(plain["requests"], plain["answers"], answers)
+    return {"random": random_ones, "random_waits": waits.summary()}
+
+
+def argmax_of_nodes(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
+    """Whether drafters get the argmax of each accepted node; leave what they see of each text."""
+    HiddenStateDrafter.steps.clear()
+    plain["seen"] = hidden_states(llm, OracleDrafter.answers)
+    argmax = [
+        bool(step.node_argmax[step.accepted[-1] + 1 if step.accepted else 0] == tokens[-1])
+        for tokens, step in HiddenStateDrafter.steps
+        if step is not None and step.tree.num_nodes
+    ]
+    return {"argmax": argmax}
+
+
+def faulty(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     put_in(llm, FaultyDrafter)
-    result["faulty"] = differences(plain["long"], generate(llm, TEXTS, greedy()))
-    result["failures"] = trees_of(llm).totals.draft_failures
+    outputs = generate(llm, TEXTS, greedy())
+    failures = trees_of(llm).totals.draft_failures
+    return {"faulty": differences(plain["long"], outputs), "failures": failures}
+
+
+def hidden_states_of_chains(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
+    """What drafters see of texts with accepted drafts, of chains and of trees, and without."""
     seen = hidden_states(llm, OracleDrafter.answers), hidden_states(llm, {})
     common = seen[0].keys() & seen[1].keys()
-    result["hidden_states"] = [len(texts) for texts in (*seen, common)]
     errors = [(seen[0][text] - seen[1][text]).abs().max().item() for text in common]
     seen_in_trees = plain["seen"].keys() & seen[1].keys()
     errors += [(plain["seen"][t] - seen[1][t]).abs().max().item() for t in seen_in_trees]
-    result["hidden_states_error"] = max(errors)
-    return result
+    return {
+        "hidden_states": [len(texts) for texts in (*seen, common)],
+        "hidden_states_error": max(errors),
+    }
 
 
 def run_adapters(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
@@ -478,42 +400,6 @@ def predicted(llm: LLM, answers: list[Any]) -> dict[str, Any]:
     return {"predicted": differences(answers[:2], outputs), "accepted_predicted": sum(accepted)}
 
 
-def beside_a_beam_search(llm: LLM) -> list[Any]:
-    beams, params = request_of(Case(tuple(TEXTS[3]["prompt_token_ids"]), 2, False, 1.0, 5))
-    return generate(llm, [TEXTS[0], beams, TEXTS[5]], [greedy(), params, greedy()])
-
-
-def compare_random_requests(count: int, seed: int, method: str) -> dict[str, Any]:
-    """Many random requests, in engines of their own."""
-    room = {"max_num_seqs": 8, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 96}
-    requests = random_requests(count, seed)
-    expected = answers_of(engine(**room), requests, with_priorities=False)
-    tell_oracle_of(requests, expected)
-    llm = engine(speculative_config=METHODS[method], **room)
-    if method == "oracle":
-        put_in(llm, OracleDrafter)
-    with preemptions(llm) as preempted:
-        answers = answers_of(llm, requests, with_priorities=False)
-    if "verification" not in METHODS[method]:
-        # With chains a seed gives other tokens, and another text to structured outputs; listed
-        # tokens have no logprobs.
-        alike = {
-            index
-            for index, request in enumerate(requests)
-            if request.params.temperature == 0.0 and not request.params.logprob_token_ids
-        }
-        expected = {i: a for i, a in expected.items() if i in alike}
-        answers = {i: a for i, a in answers.items() if i in alike}
-    totals = trees_of(llm).totals
-    return {
-        "method": method,
-        "random": differing(requests, expected, answers),
-        "compared": len(answers),
-        "preempted": len(preempted),
-        "steps": [totals.steps, totals.tokens],
-    }
-
-
 def check_faults() -> dict[str, Any]:
     """What the check at a start says, and kernels of verification that only serving launches."""
     # Fills memory that nothing has written: what reads it fails each time.
@@ -529,50 +415,59 @@ def check_faults() -> dict[str, Any]:
     return {"reasons": {**reasons(llm, FAULTS), **said}, "new launches": new}
 
 
-def replayed() -> dict[str, Any]:
-    """Recorded text in bfloat16."""
-    methods = {"chains": (CHAINS, ChainOracle), "trees": (TREES, OracleDrafter)}
-    texts = [TEXTS[i]["prompt_token_ids"] for i in (0, 2, 3, 4)]
-    with tempfile.TemporaryDirectory() as folder:
-        return replay(engine, methods, texts, greedy(max_tokens=20), Path(folder))
+def low_precision() -> dict[str, Any]:
+    """Trees in bfloat16, which round otherwise than steps without drafts."""
+    llm = engine(speculative_config=TREES, dtype="bfloat16")
+    params = {"max_tokens": 20, "ignore_eos": True, "logprobs": 2}
+    expected = generate(llm, TEXTS, greedy(**params, **OPT_OUT))
+    tell_oracle(expected)
+    put_in(llm, OracleDrafter)
+    totals = trees_of(llm).totals
+    steps, tokens = totals.steps, totals.tokens
+    with preemptions(llm) as preempted:
+        outputs = generate(llm, TEXTS, greedy(**params))
+    return {
+        "margins": margins(expected, outputs),
+        "preempted": len(preempted),
+        "steps": [totals.steps - steps, totals.tokens - tokens],
+    }
 
 
-def compare_all(folder: Path) -> dict[str, Any]:
-    v2_on_cpu.use_v2(False)
-    v1 = engine()
-    assert not isinstance(runner_of(v1), GPUModelRunner)
-    expected = generate(v1, TEXTS, greedy())
-    v2_on_cpu.use_v2(True)
-    llm = engine(async_scheduling=False, **ADAPTERS)
-    waits = Waits(llm)
-    requests = random_requests(RANDOM_REQUESTS, seed=0)
-    adapters = make_adapters(folder, 2)
+def plain_outputs(llm: LLM, folder: Path) -> dict[str, Any]:
+    """What engines' shares are compared with, which the oracles know then."""
+    adapters, waits = make_adapters(folder, 2), Waits(llm)
     plain = {
         "greedy": generate(llm, TEXTS, MIXED),
         "waits": waits.summary(),
-        "beams": beside_a_beam_search(llm),
         "seeds": generate(llm, TEXTS[:4], SEEDS),
         "long": generate(llm, TEXTS, greedy()),
         "structured": structured(llm),
-        "requests": requests,
-        "answers": answers_of(llm, requests, with_priorities=False),
         "adapters": adapters,
         "adapted": adapted(llm, adapters),
     }
     plain["stops"] = [answers[0][4] for answers in sessions(llm, [])]
     plain["sessions"] = sessions(llm, plain["stops"])
-    tell_oracle(plain["long"])
     # For drafts that go on behind a stop token.
-    tell_oracle(generate(llm, session_texts(SESSIONS, plain["sessions"]), greedy()))
-    result: dict[str, Any] = {"v1": differences(expected, plain["long"])}
+    plain["told"] = generate(llm, session_texts(SESSIONS, plain["sessions"]), greedy())
+    tell_oracle([*plain["long"], *plain["told"]])
+    return plain
+
+
+def compare_all(folder: Path) -> dict[str, Any]:
+    llm = engine(async_scheduling=False, **ADAPTERS)
+    plain = plain_outputs(llm, folder)
+    plain["requests"] = random_requests(RANDOM_REQUESTS, seed=0)
+    plain["answers"] = answers_of(llm, plain["requests"], with_priorities=False)
     synchronous = {"async_scheduling": False, **ADAPTERS}
-    result["trees"] = run_trees(engine(speculative_config=TREES), plain)
-    union = {**UNION, **AS_TREES}
-    result["synchronous trees"] = run_trees(engine(speculative_config=union, **synchronous), plain)
+    result = {"trees": share_of_trees(engine(speculative_config=TREES), plain)}
+    llm = engine(speculative_config={**UNION, **AS_TREES}, **synchronous)
+    had_rows = note_rows(llm)
+    result["synchronous trees"] = share(llm, plain, steps_with_trees) | {"had_rows": had_rows}
     union = {**UNION, **AS_CHAINS}
-    result["synchronous"] = run(engine(speculative_config=union, **synchronous), plain)
-    result["asynchronous"] = run(engine(speculative_config=CHAINS), plain)
-    result["ahead"] = run_ahead(engine(speculative_config=AHEAD), plain)
+    result["synchronous"] = share(engine(speculative_config=union, **synchronous), plain)
+    chains = engine(speculative_config=CHAINS)
+    result["asynchronous"] = share(chains, plain, faulty, hidden_states_of_chains)
+    result["ahead"] = share_ahead(engine(speculative_config=AHEAD), plain)
     ngram = engine(speculative_config=NGRAM)
     waits = Waits(ngram)
     outputs = generate(ngram, TEXTS[:3], greedy())
@@ -594,45 +489,14 @@ def compare_all(folder: Path) -> dict[str, Any]:
 def compare_newer(folder: Path) -> dict[str, Any]:
     """What a release of vLLM can change below the plugin: steps, preemptions and verification,
     masks of grammars, adapters, searches on the device and the check of them."""
-    kept = [engine(async_scheduling=False, **ADAPTERS)]  # to the end: see `v2_families._kept`
-    llm, adapters = kept[0], make_adapters(folder, 2)
-    plain = {
-        "greedy": generate(llm, TEXTS, MIXED),
-        "seeds": generate(llm, TEXTS[:4], SEEDS),
-        "structured": structured(llm),
-        "adapters": adapters,
-        "adapted": adapted(llm, adapters),
-    }
-    tell_oracle([*plain["greedy"], *plain["seeds"]])
-    requests = TEXTS[:4], greedy()
-    long = generate(llm, *requests)
+    plain = plain_outputs(engine(async_scheduling=False, **ADAPTERS), folder)
+    requests, long = (TEXTS[:4], greedy()), plain["long"][:4]
     result: dict[str, Any] = {"union": compare_union(engine, requests, long, folder)}
-    cases = neural_cases({**plain, "long": long})
-    result |= compare_random(engine, cases, folder, "eagle3", "lilicorr")
-    for name, options in {
-        "ahead": {"speculative_config": AHEAD, **ADAPTERS},
-        "trees": {"speculative_config": TREES},
-    }.items():
-        llm, is_exact = engine(**options), name == "trees"
-        kept.append(llm)
-        before, totals = free_blocks(llm), trees_of(llm).totals
-        if is_exact:
-            put_in(llm, OracleDrafter)
-        with preemptions(llm) as preempted:
-            outputs = generate(llm, TEXTS, MIXED)
-        seeds, count = (SEEDS, 4) if is_exact else (SEEDS_WITHOUT_DRAFTS, 3)
-        seeded = generate(llm, TEXTS[:count], seeds[:count])
-        result[name] = {
-            "preempted": len(preempted),
-            "greedy": differences(plain["greedy"], outputs),
-            "seeds": differences(plain["seeds"][:count], seeded),
-            "structured": differences(plain["structured"], structured(llm)),
-            "steps": [totals.steps, totals.tokens],
-        }
-        if not is_exact:
-            result[name] |= run_adapters(llm, plain)
-        step_to_the_end(llm)
-        result[name]["blocks_lost"] = before - free_blocks(llm)
+    result |= compare_random(engine, neural_cases(plain), folder, "eagle3", "lilicorr")
+    result["ahead"] = share(engine(speculative_config=AHEAD, **ADAPTERS), plain)
+    llm = engine(speculative_config=TREES)
+    put_in(llm, OracleDrafter)
+    result["trees"] = share(llm, plain)
     llm = engine(max_num_seqs=16, num_gpu_blocks_override=None)
     cases = few_cases(length=20, max_tokens=8)[:3]
     result["hypotheses"] = run_cases(llm, str(model_path()), cases)
@@ -652,12 +516,9 @@ def main() -> None:
         plain["seeds"] = generate(llm, TEXTS[:4], SEEDS)
         with tempfile.TemporaryDirectory() as folder:
             result = compare_random(engine, neural_cases(plain), Path(folder), *sys.argv[2:])
-    elif sys.argv[1:]:
-        count, seed, method = [*sys.argv[1:], *("", "1", "oracle")[len(sys.argv) - 1 :]]
-        result = compare_random_requests(int(count), int(seed), method)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            result = {**compare_all(Path(folder)), "replayed": replayed(), **check_faults()}
+            result = {**compare_all(Path(folder)), "bfloat16": low_precision(), **check_faults()}
     print("RESULT " + json.dumps(result))
 
 
