@@ -16,13 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.newer_vllm import newer_vllm
 from tests.processes import ROOT, environment, run_program
 
 PATCHES = ROOT / "patches"
 INSTALLED = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-TREES = {"0.32.0": INSTALLED, "0.33.0": ROOT / "newer" / "vllm"}
-"""The second is there after `packaging/newer_vllm.py 0.33.0 newer`."""
-VERSIONS = [version for version, tree in TREES.items() if tree.is_dir()]
+VERSIONS = ("0.32.0", "0.33.0")
+
+
+def vllm_of(version: str) -> Path:
+    """The files of a release; the test is skipped where they cannot be had."""
+    return INSTALLED if version == "0.32.0" else Path(newer_vllm(version)["PYTHONPATH"]) / "vllm"
 
 
 def series(version: str) -> list[Path]:
@@ -63,10 +67,10 @@ def outcomes(vllm: Path, folder: Path) -> dict[str, set[str]]:
 
 
 def test_subjects_and_reasons():
-    numbers = {version: [int(patch.name[:4]) for patch in series(version)] for version in TREES}
+    numbers = {version: [int(patch.name[:4]) for patch in series(version)] for version in VERSIONS}
     assert sorted({*chain(*numbers.values())}) == [*range(1, 10)]
     assert [len(of) - len({*of}) for of in numbers.values()] == [0, 0]
-    for version in TREES:
+    for version in VERSIONS:
         for patch in series(version):
             head, _, _ = patch.read_text().partition("\ndiff --git ")
             assert re.search(r"^Subject: \[PATCH\] \[\w+\]\S* \S", head, re.MULTILINE), patch.name
@@ -75,7 +79,8 @@ def test_subjects_and_reasons():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_test_fails_without_its_patch(version, tmp_path):
-    folder = link(TREES[version], tmp_path, version)
+    vllm = vllm_of(version)
+    folder = link(vllm, tmp_path, version)
     script = [PATCHES / "apply.sh", version, folder]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -84,10 +89,10 @@ def test_each_test_fails_without_its_patch(version, tmp_path):
     ]
     tests = {name for patch in series(version) for name in touched(patch) if name[:6] == "tests/"}
     assert len(tests) == len(series(version))
-    without = outcomes(TREES[version].parent, folder)
+    without = outcomes(vllm.parent, folder)
     assert {name for name in tests if "FAILED" in without.get(name, ())} == tests
     assert outcomes(folder, folder) == {name: {"PASSED"} for name in tests}
-    below = "" if version == "0.32.0" else f"{os.pathsep}{TREES[version].parent}"
+    below = "" if version == "0.32.0" else f"{os.pathsep}{vllm.parent}"
     assert run_program("tests.engine.patched_run", PYTHONPATH=f"{folder}{below}") == {
         "vllm": str(folder / "vllm"),
         "method": "custom_speculator",
