@@ -47,7 +47,6 @@ SERVER_OPTIONS = (
     "--enforce-eager --max-model-len 512 --max-num-seqs 8 --kv-cache-memory-bytes 64M "
     '--override-generation-config {"max_new_tokens":32}'
 )
-_COMPILERS = re.compile(r"(?:.*-)?(?:cc|c\+\+|gcc|g\+\+|clang|clang\+\+|cpp)(?:-[\d.]+)?")
 _SERVER = re.compile(r"\bvllm serve\b")
 
 
@@ -137,17 +136,6 @@ class Room:
             **SHORTER,
             **variables,
         }
-
-    def path_without_compilers(self) -> str:
-        """Return a PATH that has all programs of the machine but compilers."""
-        folder = self.home.parent / "programs"
-        folder.mkdir()
-        for place in os.environ["PATH"].split(os.pathsep):
-            for program in Path(place).glob("*") if place else ():
-                target = folder / program.name
-                if not _COMPILERS.fullmatch(program.name) and not os.path.lexists(target):
-                    target.symlink_to(program)
-        return f"{self.checkout}/.venv/bin:{folder}"
 
     @contextmanager
     def running(self, script: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:

@@ -97,6 +97,12 @@ def test_without_that_wheel_the_command_says_what_to_do(
     assert folders(cache) == []
 
 
+def test_a_home_that_cannot_be_written_to(monkeypatch):
+    monkeypatch.setenv("VLLM_TRIE_CACHE_DIR", "/dev/null/home")
+    with pytest.raises(smollm2.FetchError, match=r"smollm2 cannot be made: .* Not a directory"):
+        smollm2.fetch()
+
+
 def test_a_missing_package_is_named(monkeypatch, cache):
     monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: name != "torch" or None)
     with pytest.raises(smollm2.FetchError, match="without the package torch"):
