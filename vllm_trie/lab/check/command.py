@@ -26,7 +26,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 @app.command()
 def validate(
     model: Annotated[
-        str | None, typer.Option(help="Model folder or name; the shipped one if left out.")
+        str | None,
+        typer.Option(help="Model folder or name, or `smollm2`; the shipped one if left out."),
     ] = None,
     heads: Annotated[
         str | None, typer.Option(help="Folder or name of Medusa heads for the model.")

@@ -31,7 +31,7 @@ def explore(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or name of a model; the shipped one if left out."),
+        typer.Option(help="Folder or name of a model, or `smollm2`; the shipped one if left out."),
     ] = None,
     prompt: Annotated[
         str | None,

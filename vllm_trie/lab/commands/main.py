@@ -86,21 +86,20 @@ def doctor(
         else:
             with errors_end_the_command():
                 report = other_vllm.collect(vllm, say=status.update)
+    console = Console(highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(asdict(report) | {"healthy": report.healthy}, indent=2))
     elif isinstance(report, other_vllm.OtherReport):
-        _print_other(report, verbose)
+        _print_other(console, report, verbose)
     else:
-        _print_report(report, verbose)
+        _print_report(console, report, verbose)
     raise typer.Exit(0 if report.healthy else 1)
 
 
-def _print_report(report: Report, verbose: bool) -> None:
+def _print_report(console: Console, report: Report, verbose: bool) -> None:
     """Print three lines and what is wrong; `verbose` adds the whole report before them."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False, soft_wrap=True)
     if verbose:
         _print_details(console, report)
     versions, machine = report.versions, report.platform
@@ -125,12 +124,10 @@ def _print_report(report: Report, verbose: bool) -> None:
         console.print("no error found; the hooks are not checked")
 
 
-def _print_other(report: OtherReport, verbose: bool) -> None:
+def _print_other(console: Console, report: OtherReport, verbose: bool) -> None:
     """Print what has moved, and a line for each feature; `verbose` adds all other hooks."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False, soft_wrap=True)
     colors = {"ok": "green", "not checked": "yellow"}
     for hook in report.hooks:
         if verbose or hook.status in ("missing", "changed"):
