@@ -30,7 +30,7 @@ def outputs_of(core: EngineCore, requests: Sequence[Request]) -> list[list[Engin
     """
     for request in requests:
         core.add_request(request)
-    outputs: dict[str, list[EngineCoreOutput]] = {each.request_id: [] for each in requests}
+    outputs: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
     for _ in range(_MAX_STEPS):
         if not (core.scheduler.has_requests() or core.batch_queue):
             break

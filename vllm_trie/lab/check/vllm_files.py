@@ -350,8 +350,8 @@ def _source(node: ast.ImportFrom, module: _Module) -> str:
 def _outside(module: str, name: str = "") -> _Symbol:
     """Return what a module outside of vLLM holds, where it is Python's own."""
     if module.partition(".")[0] in sys.stdlib_module_names:
-        found: Any = importlib.import_module(module)
-        return _Real(getattr(found, name) if name else found)
+        loaded: Any = importlib.import_module(module)
+        return _Real(getattr(loaded, name) if name else loaded)
     return _Unknown(f"{module}.{name}".rstrip("."))
 
 

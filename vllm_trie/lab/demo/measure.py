@@ -149,8 +149,8 @@ def compare(
 def most_telling(observed: Sequence[ObservedStep]) -> ObservedStep | None:
     """Return the step to draw: one that a chain could not have made, with many choices."""
 
-    def rank(each: ObservedStep) -> tuple[bool, bool, int, int]:
-        accepted, tree = each.step.accepted, each.step.tree
+    def rank(drafted: ObservedStep) -> tuple[bool, bool, int, int]:
+        accepted, tree = drafted.step.accepted, drafted.step.tree
         num_choices = sum(number > 1 for number in Counter(tree.parents.tolist()).values())
         branched = accepted != tuple(range(len(accepted)))
         return len(accepted) >= MIN_ACCEPTED, branched, num_choices, len(accepted)

@@ -60,7 +60,7 @@ _HANDBOOK = """\
 
 
 def _source(*objects: Callable[..., Any]) -> str:
-    return "\n".join(textwrap.dedent(inspect.getsource(each)) for each in objects)
+    return "\n".join(textwrap.dedent(inspect.getsource(item)) for item in objects)
 
 
 def chat_prompts() -> list[ChatPrompt]:

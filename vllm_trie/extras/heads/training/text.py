@@ -122,6 +122,7 @@ class TokenRows:
                 "smaller --context"
             )
         self.rows = tokens[: self.num_rows * length].reshape(self.num_rows, length)
+        self._last_epoch, self._last_order = -1, np.arange(0)
 
     def batch(self, first: int, count: int) -> np.ndarray:
         """Return rows number `first` to `first + count` of the endless sequence, int64
@@ -138,12 +139,10 @@ class TokenRows:
         return np.array(chosen, dtype=np.int64)
 
     def _order(self, epoch: int) -> np.ndarray:
-        if getattr(self, "_known_epoch", None) != epoch:
-            self._known_epoch = epoch
-            self._known_order = np.random.default_rng((self._seed, epoch)).permutation(
-                self.num_rows
-            )
-        return self._known_order
+        if epoch != self._last_epoch:
+            generator = np.random.default_rng((self._seed, epoch))
+            self._last_epoch, self._last_order = epoch, generator.permutation(self.num_rows)
+        return self._last_order
 
 
 def split_rows(tokens: np.ndarray, length: int, share: float) -> tuple[np.ndarray, np.ndarray]:
