@@ -8,7 +8,6 @@ import re
 import tomllib
 
 import pytest
-import yaml
 
 from tests.unit.docs.pages import ROOT, Page, all_pages, page
 
@@ -42,10 +41,7 @@ def test_broken_links_are_found(tmp_path, monkeypatch):
     assert broken_links(Page(path)) == ["#b-title", "missing.md"]
 
 
-def test_every_page_is_in_the_navigation_and_can_be_reached():
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = [name for section in site["nav"] for names in section.values() for name in names]
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+def test_every_page_can_be_reached():
     reached, waiting = set(), ["docs/index.md"]
     while waiting:
         name = waiting.pop()
@@ -56,7 +52,7 @@ def test_every_page_is_in_the_navigation_and_can_be_reached():
             if "://" not in link and not link.startswith("#"):
                 target = posixpath.join(posixpath.dirname(name), link.partition("#")[0])
                 waiting.append(posixpath.normpath(target))
-    assert {f"docs/{name}" for name in listed} <= reached
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= reached
 
 
 def test_the_pages_are_few_and_short():

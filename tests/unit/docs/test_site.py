@@ -1,4 +1,4 @@
-"""The site builds without a warning, and its links lead somewhere."""
+"""The site builds: a wrong link is a warning, which fails. It loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
@@ -23,15 +21,10 @@ needs_mkdocs = pytest.mark.skipif(
 class _Html(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.ids: set[str] = set()
-        self.links: list[str] = []
         self.loaded: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
-        self.ids |= {values[name] or "" for name in ("id", "name") if name in values}
-        if tag == "a" and values.get("href"):
-            self.links.append(values["href"] or "")
         if tag in ("img", "script") and values.get("src"):
             self.loaded.append(values["src"] or "")
         if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload"):
@@ -59,21 +52,7 @@ def site(tmp_path_factory):
 
 
 @needs_mkdocs
-def test_every_link_and_anchor(site):
-    assert len(site) > 15
-    for path, html in site.items():
-        for link in [*html.links, *html.loaded]:
-            if link.startswith(("http://", "https://", "mailto:")):
-                continue
-            name, _, anchor = unquote(link).partition("#")
-            target = path if not name else Path(os.path.normpath(path.parent / name))
-            target = target / "index.html" if target.is_dir() else target
-            assert target.exists(), f"{path.name}: {link}"
-            if anchor and target in site and not anchor.startswith("__"):
-                assert anchor in site[target].ids, f"{path.name}: {link}"
-
-
-@needs_mkdocs
 def test_nothing_is_loaded_from_elsewhere(site):
+    assert len(site) > 15
     for path, html in site.items():
         assert not [link for link in html.loaded if "://" in link], path.name
