@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class PagedCase:
     largest_value: float
     kind: AttentionKind = FULL_ATTENTION
 
+    @cached_property
     def expected(self) -> np.ndarray:
         """float64 [num_tokens, num_heads, head_size]."""
         output = torch.zeros(self.query.shape, dtype=torch.float64)
@@ -59,7 +61,9 @@ class PagedCase:
 
 
 def laid_out(kv_cache: torch.Tensor, isa: str) -> torch.Tensor:
-    """A copy of a cache of `vec` as another of vLLM's kernels lays it out."""
+    """A cache of `vec` as another of vLLM's kernels lays it out."""
+    if isa == "vec":
+        return kv_cache
     _, _, block_size, double_head_size = kv_cache.shape
     of_vec, of_isa = (
         slot_elements(name, block_size, double_head_size // 2) for name in ("vec", isa)

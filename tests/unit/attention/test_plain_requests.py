@@ -103,7 +103,7 @@ def test_trees_in_chunks():
     arguments = (case.query, case.kv_cache, metadata.block_table_tensor, chunked, case.scale)
     tree_attention(*arguments, output, kind)
     of_trees = np.r_[: int(starts[1]), int(starts[2]) : int(starts[3])]
-    assert np.abs(output.numpy() - case.expected())[of_trees].max() < 1e-5
+    assert np.abs(output.numpy() - case.expected)[of_trees].max() < 1e-5
 
     described = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table_tensor)
     plain = plain_requests(Metadata(int(starts[-1]), 32, *described), chunked)

@@ -135,7 +135,7 @@ def error_of(graph: Graph, case: PagedCase) -> float:
     output = graph.output.double().numpy()
     if not (output[len(case.query) :] == 7.0).all():
         return float("inf")
-    error = np.abs(output[: len(case.query)] - case.expected()).max()
+    error = np.abs(output[: len(case.query)] - case.expected).max()
     return float(error / max(1.0, case.largest_value))
 
 
