@@ -72,19 +72,6 @@ def test_twins_agree_on_samples_that_come_and_go(prompt, events, is_sample, max_
         assert not drafter._texts._prompts
 
 
-def test_samples_share_a_prompt():
-    texts = RequestTexts(NativeBackend(BLEND), 4, 1000)
-    prompt = [1, 2, 3, 1, 2]
-    one, other = texts.update([make_request(f"{i}_x", prompt, [3, i], "x") for i in range(2)])
-    assert one.own is other.own
-    assert one.text != other.text
-    assert texts.num_tokens == len(prompt) + 4
-    texts.release("0_x")
-    assert texts.num_tokens == len(prompt) + 2
-    texts.release("1_x")
-    assert texts.num_tokens == 0
-
-
 def test_equal_ids_do_not_share_different_prompts():
     texts = RequestTexts(NativeBackend(BLEND), 4, 1000)
     one, other = texts.update(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tree.strategies import flags, paths_of, token_trees
-from vllm_trie.tree import accept_greedy, depth_first_layout
+from tests.unit.tree.strategies import flags, token_trees
+from vllm_trie.tree import accept_greedy
 
 
 def accept_greedy_reference(
@@ -40,25 +40,3 @@ def test_fast_walk_equals_its_readable_twin(tree, data):
     tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
     accepted = accept_greedy(tokens, parents, target, never)
     assert accepted == accept_greedy_reference(tokens, parents, target, never)
-    # What is accepted is a path whose every token is the target's choice at its parent.
-    node = -1
-    for child in accepted:
-        assert parents[child] == node
-        assert tokens[child] == target[node + 1]
-        assert never is None or not never[child]
-        node = child
-
-
-@given(token_trees(vocab_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=10))
-def test_accepts_the_longest_prefix_of_the_continuation_in_any_layout(tree, continuation):
-    """A target that recites one text accepts as much of it as the tree has."""
-    paths = paths_of(tree)
-    best = max((len(p) for p in paths if tuple(continuation[: len(p)]) == p), default=0)
-    for version in (tree, depth_first_layout(tree)):
-        text = continuation + [2]
-        depths = version.depths().tolist()
-        target = [text[0]] + [text[min(depth, len(text) - 1)] for depth in depths]
-        accepted = accept_greedy(version.token_ids.tolist(), version.parents.tolist(), target)
-        tokens = [int(version.token_ids[node]) for node in accepted]
-        assert tokens[: len(continuation)] == continuation[: len(tokens)]
-        assert min(len(tokens), len(continuation)) >= best
