@@ -6,7 +6,7 @@ computations these are. So the first call with some types goes the stock way and
 ones compute what was recorded. Some operations ask whether a scalar is true: they are recorded for
 both. Whatever else looks at values goes the stock way each time.
 
-`quick_check.py` compares both ways.
+`triton_check.py` compares both ways.
 """
 
 from __future__ import annotations
