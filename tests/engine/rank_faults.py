@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
 from vllm_trie.drafts import DraftRequest
 from vllm_trie.extras.union.drafter import TrieUnionDrafter
@@ -27,6 +28,14 @@ class RankFaultDrafter(TrieUnionDrafter):
     """The union of n-grams and heads, with faults after a request's first 20 output tokens."""
 
     name = METHOD
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Also agree with the other ranks, as the check at a GPU's start does."""
+        from vllm_trie.drafts.engine.workers.drafting_worker import _first_reason
+
+        super().load_model(target_model)
+        for reasons in (["first", "second"], [None, "second"], [None, None]):
+            assert _first_reason(reasons[self.context.rank]) == next(filter(None, reasons), None)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         trees = super().propose(requests)

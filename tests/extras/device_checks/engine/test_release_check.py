@@ -136,6 +136,7 @@ def test_an_engine_serves_without_drafts_that_fail(
     totals = trees_of(llm).totals
     assert totals.tokens == totals.steps > 0
     assert totals.draft_failures == {"start_check": 1}
+    assert not guard._unreleased
     assert scheduler_of(llm).beam_off is None
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-from datetime import timedelta
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,13 +14,10 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.unit.drafters.support import VOCAB, make_context
-from tests.unit.hooks.test_v2_adapter import NextNumbers
+from tests.unit.drafters.support import make_context
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.start.verifier_setup import same_on_all_ranks
 from vllm_trie.drafts.engine.workers import drafting_worker
 from vllm_trie.extras.device_checks import gpu_check, start_check
@@ -40,7 +36,7 @@ RANKS_FAIL_IN = [
     (None, None),
 ]
 """Where each of two ranks raises."""
-LIMIT = timedelta(seconds=60)
+LIMIT_S = 60
 
 
 def decoded(
@@ -130,18 +126,45 @@ def test_the_wait_is_measured_by_steps_without_drafts() -> None:
     assert tree.num_nodes == 0
 
 
+class _Group:
+    """Two ranks, as one of them sees the group: each exchange is also the other's next one.
+
+    Args:
+        rank: Of the two.
+        mail: For each of them.
+    """
+
+    world_size = 2
+
+    def __init__(self, rank: int, mail: Sequence[SimpleQueue[Any]]) -> None:
+        self.rank_in_group, self._mail = rank, mail
+
+    def exchange(self, what: str, value: Any = None) -> list[Any]:
+        """Return what both ranks bring."""
+        self._mail[1 - self.rank_in_group].put((what, value))
+        other, other_value = self._mail[self.rank_in_group].get(timeout=LIMIT_S)
+        assert other == what
+        return [value, other_value][:: 1 - 2 * self.rank_in_group]
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        return self.exchange("broadcast", value)[0]
+
+    def agree(self, why: str | None) -> str | None:
+        return next(filter(None, self.exchange("agree", why)), None)
+
+
 class _Rank:
-    """One of two processes that decode together, with vLLM's groups and without its model.
+    """One of two threads that decode together, without vLLM's groups and model.
 
     Args:
         group: Of the two.
         fails_in: Where it raises, but for its start once drafts are on.
     """
 
-    def __init__(self, group: GroupCoordinator, fails_in: str | None) -> None:
+    def __init__(self, group: Any, fails_in: str | None) -> None:
         self._group, self._fails_in = group, fails_in
         self._is_drafting = self._has_sampled = False
-        share = partial(same_on_all_ranks, group=group)
+        share = partial(same_on_all_ranks, group=self._group)
         guard = SimpleNamespace(drafter=SimpleNamespace(context=None))
         self.trees = SimpleNamespace(guard=guard, budget=None, share_trees=share)
         self.model_runner = MagicMock()
@@ -152,7 +175,7 @@ class _Rank:
 
     def check(self) -> str | None:
         worker: Any = self
-        return start_check.reason_against_drafts(worker, worker, drafting_worker._first_reason)
+        return start_check.reason_against_drafts(worker, worker, self._group.agree)
 
     # Of the worker:
 
@@ -160,7 +183,7 @@ class _Rank:
         self.draft()
         if not step.num_scheduled_tokens:
             return self.fail_in("end")
-        torch.distributed.barrier(self._group.cpu_group)  # as in a model's collectives
+        self._group.exchange("execute_model")  # as in a model's collectives
         self.fail_in("execute_model")
         self._names = list(step.num_scheduled_tokens)
 
@@ -209,75 +232,37 @@ class _Steps(start_check._Decoder):
         return SchedulerOutput.make_empty()
 
 
-def _check_on_rank(said: Any, number: int, file: Path) -> None:
-    address = f"file://{file}"
-    torch.distributed.init_process_group("gloo", address, LIMIT, rank=number, world_size=2)
-    options = {"use_device_communicator": False, "use_message_queue_broadcaster": True}
-    group = GroupCoordinator([[0, 1]], number, "gloo", **options)
-    drafting_worker.get_tp_group = lambda: group
-    start_check._Decoder = _Steps  # type: ignore[misc]
-    start_check.NUM_TOKENS = 3
-    start_check._slowdown = lambda *runs: None
-    said.put((number, [_Rank(group, fails_in[number]).check() for fails_in in RANKS_FAIL_IN]))
-
-
-def test_a_rank_that_raises_leaves_none_waiting(tmp_path) -> None:
+@pytest.mark.parametrize("fails_in", RANKS_FAIL_IN)
+def test_a_rank_that_raises_leaves_none_waiting(monkeypatch, fails_in) -> None:
     """In each step, and in each exchange of drafts."""
-    # Not from this process, whose threads, of other tests, may hold a lock that a fork copies.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    said = context.SimpleQueue()
-    arguments = [(said, number, tmp_path / "group") for number in range(2)]
-    ranks = [context.Process(target=_check_on_rank, args=of_rank) for of_rank in arguments]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(LIMIT.seconds)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    expected = [
-        next((f"RuntimeError: in {p}" for p in sorted(filter(None, places))), None)
-        for places in RANKS_FAIL_IN
-    ]
-    assert dict(said.get() for _ in ranks) == {0: expected, 1: expected}
+    monkeypatch.setattr(start_check, "_Decoder", _Steps)
+    monkeypatch.setattr(start_check, "NUM_TOKENS", 3)
+    monkeypatch.setattr(start_check, "_slowdown", lambda *runs: None)
+    mail: list[SimpleQueue[Any]] = [SimpleQueue(), SimpleQueue()]
+
+    def check(rank: int) -> str | None:
+        try:
+            return _Rank(_Group(rank, mail), fails_in[rank]).check()
+        finally:
+            mail[1 - rank].put(("end", None))
+
+    with ThreadPoolExecutor(2) as threads:
+        reasons = [*threads.map(check, range(2))]
+    expected = next((f"RuntimeError: in {p}" for p in sorted(filter(None, fails_in))), None)
+    assert reasons == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    ("why", "num_workers", "state"),
-    [
-        (None, 1, "begun"),
-        ("it raised", 1, "it raised"),
-        ("it raised", 2, "begun"),  # the other stage or rank takes no part in a check
-    ],
-)
-def test_an_engine_begins_to_draft_or_serves_without(monkeypatch, why, num_workers, state) -> None:
+def test_the_other_stage_or_rank_takes_no_part_in_a_check(monkeypatch) -> None:
     done: list[str] = []
     adapter: Any = SimpleNamespace(
         start_drafting=lambda: done.append("begun"), switch_off=done.append
     )
     worker: Any = object.__new__(drafting_worker.DraftingWorkerMixin)
     worker.checks_start = True
-    worker.parallel_config = SimpleNamespace(
-        world_size_across_dp=num_workers, tensor_parallel_size=1
-    )
-    monkeypatch.setattr(start_check, "reason_against_drafts", lambda *arguments: why)
+    worker.parallel_config = SimpleNamespace(world_size_across_dp=2, tensor_parallel_size=1)
+    monkeypatch.setattr(start_check, "reason_against_drafts", lambda *arguments: "it raised")
     worker._begin_drafting(adapter)
-    assert done == [state]
-
-
-def test_a_refused_drafter_is_counted_and_said_once(caplog) -> None:
-    guard = GuardedDrafter(NextNumbers(), VOCAB, 30.0, logging.getLogger("tests.check"))
-    guard.switch_off("it raised")
-    assert guard.take_new_failures() == {"start_check": 1}
-    assert len(caplog.records) == 1
-    assert "serves without drafts, as its check at start-up failed: it raised" in caplog.text
-    text = np.array([1, 2], dtype=np.int32)
-    for number in range(3):
-        request = DraftRequest(str(number), text, 2, 2, 2)
-        (tree,) = guard.propose([request])
-        assert tree.num_nodes == 0
-        guard.release(str(number), request)
-    assert not guard._unreleased
+    assert done == ["begun"]
 
 
 def test_layers_that_get_no_trees_are_not_checked() -> None:
