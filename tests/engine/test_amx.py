@@ -33,7 +33,6 @@ from vllm_trie.attention.native import NativeKernels
 from vllm_trie.drafts.engine.verification import compaction
 from vllm_trie.hooks.start import cpu_cache
 from vllm_trie.native import usable_sets
-from vllm_trie.searches.engine.worker import block_copies
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
@@ -99,18 +98,15 @@ def amx(monkeypatch, vector):
     calls: list[str] = []
     called("tree_attention", lambda arguments: bool(arguments[3].row_array[:, 5].any()))
     called("move_slots", lambda arguments: "")
-    called("copy_slots", lambda arguments: "")
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", update)
     monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", attend_in_pairs)
     monkeypatch.setattr(
         ops, "cpu_attn_get_scheduler_metadata", lambda **named: plan(**{**named, "isa": "vec"})
     )
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *arguments: "amx")
-    for function in (cpu_cache.is_readable, block_copies._isa_of_slots):
-        function.cache_clear()
+    cpu_cache.is_readable.cache_clear()
     yield calls
-    for function in (cpu_cache.is_readable, block_copies._isa_of_slots):
-        function.cache_clear()
+    cpu_cache.is_readable.cache_clear()
 
 
 def _outputs(llm) -> list:
@@ -133,7 +129,7 @@ def test_outputs_are_those_of_the_vector_kernel(engine, expected, amx):
     layers = runner_of(llm).compilation_config.static_forward_context
     assert {layer.isa for layer in layers.values()} == {"amx"}
     assert differences(expected, _outputs(llm)) == []
-    parts = {"tree_attention False", "tree_attention True", "move_slots", "copy_slots"}
+    parts = {"tree_attention False", "tree_attention True", "move_slots"}
     assert set(amx) == parts
 
 
@@ -152,7 +148,6 @@ def test_an_unknown_layout_leaves_the_vector_kernel(engine, amx, monkeypatch, ca
     layers = runner_of(llm).compilation_config.static_forward_context
     assert {layer.isa for layer in layers.values()} == {"vec"}
     assert "packs keys and values for AMX otherwise" in caplog.text
-    assert block_copies._isa_of_slots(torch.bfloat16, 128, 64) == ""
 
 
 @pytest.mark.skipif(not choose_kernels().has_tiles, reason="the processor has no AMX")

@@ -37,7 +37,7 @@ class NativeKernels:
         self._tree_attention = library.vllm_trie_tree_attention
         self._pack_attention = LIBRARY.layout("Arguments").pack
         self._move_slots = library.vllm_trie_move_slots
-        self._copy_slots = library.vllm_trie_copy_slots
+        self._copy_blocks = library.vllm_trie_copy_blocks
         self._likeliest = library.vllm_trie_likeliest
         lanes = library.vllm_trie_lanes()
         self.instructions: str = {16: "AVX-512", 8: "AVX2"}.get(lanes, "SSE2")
@@ -161,29 +161,24 @@ class NativeKernels:
         )
         return True
 
-    def copy_slots(
-        self, caches: Sequence[torch.Tensor], copies: np.ndarray, isa: str = "vec"
-    ) -> bool:
-        """Copy slots of blocks to the same slots of other blocks in every layer's cache, in place.
+    def copy_blocks(self, caches: Sequence[torch.Tensor], copies: np.ndarray) -> None:
+        """Copy blocks to other blocks in every layer's cache, in place.
 
         Args:
-            caches: One tensor per layer, in the layout of
-                :mod:`~vllm_trie.attention.cache_layout`; ranges of whole blocks need only its
-                strides.
-            copies: int64 [n, 4], source block, target block, first slot and end of the range. No
-                target is the source of another copy.
-            isa: vLLM's kernel, which lays out the caches.
-
-        Returns:
-            False, with nothing done, if the caches differ or are none of vLLM's.
+            caches: One tensor per layer, [num_blocks, ...], in which each block is contiguous.
+            copies: int64 [n, 2], source and target block; no target is the source of another copy.
         """
-        if not _are_alike(caches, isa):
-            return False
-        copies = np.ascontiguousarray(copies, dtype=np.int64)
-        self._copy_slots(
-            *_described(caches, isa), copies.ctypes.data, len(copies), torch.get_num_threads()
+        sizes = [(c.stride(0) * c.element_size(), c[0].nbytes) for c in caches]
+        strides, num_bytes = np.array(sizes, dtype=np.int64).T.copy()
+        self._copy_blocks(
+            (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches]),
+            strides.ctypes.data,
+            num_bytes.ctypes.data,
+            len(caches),
+            copies.ctypes.data,
+            len(copies),
+            torch.get_num_threads(),
         )
-        return True
 
 
 def _are_laid_out(cache: torch.Tensor, isa: str) -> bool:

@@ -112,18 +112,14 @@ class Worker:
         self.before: dict[int, int] = {}  # fingerprint -> that of one token less
         self.chains: dict[str, Chain] = {}
         self.computed_tokens = 0
-        self.copied_slots = 0
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         """Run one step."""
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
             self.chains.pop(request_id, None)
-        copies = output.kv_cache_block_copies or []
-        ranges = getattr(copies, "ranges", [None] * len(copies))
-        for copied, slots in zip(copies, ranges, strict=True):
-            for offset in range(*(slots or (0, self.block_size))):
-                self.copied_slots += 1
+        for copied in output.kv_cache_block_copies or []:
+            for offset in range(self.block_size):
                 source = self.slots.get(copied.src_block_id * self.block_size + offset)
                 if source is not None:
                     self.slots[copied.dst_block_id * self.block_size + offset] = source

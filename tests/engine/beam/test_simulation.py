@@ -95,20 +95,6 @@ def test_blocks_are_those_of_the_trie(vllm_config, width, block_size):
     assert simulation.worker.computed_tokens <= len(prompt) + width * 23
 
 
-def test_copies_leave_out_the_prompt_after_the_first_fork(vllm_config):
-    """Later children take blocks of beams without children, which hold the prompt already."""
-    simulation = Simulation(vllm_config, num_blocks=100, block_size=32)
-    prompt = [i % 20 + 1 for i in range(20)]
-    simulation.add_beam("b", prompt, 8, 8, max_tokens=9)
-    simulation.run()
-    check_beam(simulation, "b", expected_beam(prompt, 8, max_tokens=9))
-    counters = simulation.scheduler.beam_counters
-    later = counters.beams_forked - 7
-    assert later > 7
-    assert simulation.worker.copied_slots <= 7 * 20 + later * 8
-    simulation.check_clean()
-
-
 def crowd(
     vllm_config: Any, num_groups: int, prefix_caching: bool, asynchronous: bool
 ) -> tuple[Simulation, Callable[[], None]]:

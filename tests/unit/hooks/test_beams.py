@@ -18,7 +18,7 @@ from tests.unit.hooks.beam_runner import NUM_BLOCKS, BeamRunner
 from vllm_trie.searches import BeamSearch, Candidates, SearchSettings
 from vllm_trie.searches.engine.scheduler.beams import prefix_level, replay_levels
 from vllm_trie.searches.engine.scheduler.passes import Room, cheapest_passes
-from vllm_trie.searches.engine.scheduler.tables import BeamTables, ranged
+from vllm_trie.searches.engine.scheduler.tables import BeamTables
 from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
 from vllm_trie.searches.top_k import select_best
 
@@ -74,13 +74,14 @@ class Cache:
         plan = self.tables.plan(parents, num_computed)
         expected = self.pool.num_used + BeamTables.num_needed(plan)
         self.tables.give_back(plan)
-        copies = ranged([self.tables.apply(plan, num_computed)])
+        copies = self.tables.apply(plan)
         assert self.pool.num_used == expected == self.tables.num_held
         sources = {copy.src_block_id for copy in copies}
         assert sources.isdisjoint(copy.dst_block_id for copy in copies)
-        for copy, slots in zip(copies, copies.ranges, strict=True):
-            for offset in range(*slots):
-                self.slots[copy.dst_block_id, offset] = self.slots[copy.src_block_id, offset]
+        for copy in copies:
+            for offset in range(self.block_size):
+                source, target = ((i, offset) for i in copy)
+                self.slots[target] = self.slots.get(source, ())
         self.tables.check_integrity()
         for row, text in zip(self.tables.suffix.tolist(), texts, strict=True):
             table = [*self.tables.shared.tolist(), *row]
@@ -169,7 +170,7 @@ class SearchAhead:
                 plan = self.tables.plan(self.children.parents, self.num_computed)
                 fresh = self.fresh[: BeamTables.num_fresh(plan)]
                 self.tables.give_back(plan, fresh.tolist())
-                self.tables.apply(plan, self.num_computed, fresh)
+                self.tables.apply(plan, fresh)
                 self.tables.check_integrity()
         by_rank = self.next_logits(self.width)
         if self.search.done:

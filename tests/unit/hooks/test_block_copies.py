@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
-from vllm_trie.attention.native import NativeKernels
-from vllm_trie.searches.engine.scheduler.tables import RangedCopies
 from vllm_trie.searches.engine.worker import block_copies
 
-COPIES = [KVCacheBlockCopy(1, 4), KVCacheBlockCopy(2, 5)]
+COPIES = [KVCacheBlockCopy(1, 4), KVCacheBlockCopy(2, 5), KVCacheBlockCopy(2, 0)]
+KINDS = {
+    "keys and values": [torch.rand(6, 2, 32, 32) for _ in range(2)],
+    "one of them quantized": [torch.rand(6, 2, 32, 32), torch.rand(6, 2, 32, 32).char()],
+    "latent": [torch.rand(6, 1, 16, 576)],
+    "of two sizes in one piece of memory": list(torch.rand(6, 96).split([32, 64], dim=1)),
+}
 
 
-def caches(dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(6, 2, 32, 32, generator=generator).to(dtype) for _ in range(2)]
-    return [*made, made[1]]  # the last layer shares the cache of the one before
-
-
-def refuse(*arguments: Any) -> None:
-    raise AssertionError("vLLM's own copy was called")
-
-
-@pytest.mark.parametrize("isa", ["vec", ""])
-def test_ranges_where_the_place_of_slots_is_known(isa, monkeypatch):
-    """Elsewhere whole blocks."""
-    monkeypatch.setattr(block_copies, "_isa_of_slots", lambda *arguments: isa)
-    copied, before = caches(torch.float32), caches(torch.float32)
-    ranged = RangedCopies(COPIES, [(3, 5), None])
-    block_copies.copy_kv_cache_blocks_inplace(refuse, copied, 6, ranged)
-    for cache, old in zip(copied, before, strict=True):
-        assert torch.equal(cache[5], old[2])
-        assert torch.equal(cache[4], old[1]) != bool(isa)
-        # Each of 16 values of 2 slots in 2 heads, twice: keys and values.
-        assert int((cache[4] != old[4]).sum()) == (2 * 2 * 16 * 2 if isa else 2 * 32 * 32)
-
-
-def test_vllm_copies_what_the_kernel_cannot(monkeypatch):
-    """Blocks that the kernels see as several, and caches that are not vLLM's."""
+def copied(caches: list[torch.Tensor], num_blocks: int) -> tuple[list[torch.Tensor], list[Any]]:
+    """Copies of the caches after the worker's copy, the last twice, and calls of vLLM's own."""
     called: list[Any] = []
-    copy = functools.partial(
-        block_copies.copy_kv_cache_blocks_inplace, lambda *arguments: called.append(arguments)
+    result = [cache.clone(memory_format=torch.preserve_format) for cache in caches]
+    block_copies.copy_kv_cache_blocks_inplace(
+        lambda *arguments: called.append(arguments), [*result, result[-1]], num_blocks, COPIES
     )
-    copy(caches(torch.float32), 3, COPIES)
-    monkeypatch.setattr(NativeKernels, "copy_slots", lambda *arguments: False)
-    copy(caches(torch.float32), 6, COPIES)
-    assert [arguments[1] for arguments in called] == [3, 6]
+    return result, called
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_copied_whole(kind):
+    result, called = copied(KINDS[kind], 6)
+    assert not called
+    for cache, before in zip(result, KINDS[kind], strict=True):
+        assert torch.equal(cache, before[[2, 1, 2, 3, 1, 2]])
+
+
+def test_vllm_copies_other_caches():
+    """Blocks that the kernels see as several, and blocks in pieces."""
+    assert copied(KINDS["latent"], 3)[1]
+    assert copied([torch.rand(2, 6, 32).transpose(0, 1)], 6)[1]

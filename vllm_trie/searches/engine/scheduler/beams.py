@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import Request
 
 from vllm_trie.hooks.wire import InternalRequest
 from vllm_trie.searches import BeamSearch, Children
 from vllm_trie.searches.engine.scheduler.passes import Room, cheapest_passes
-from vllm_trie.searches.engine.scheduler.tables import BeamTables, TailCopies
+from vllm_trie.searches.engine.scheduler.tables import BeamTables
 from vllm_trie.searches.engine.search_wire import BeamStep
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class GroupBeams:
         self._computed = prefix_level(np.zeros((1, 0), dtype=np.int64), 0)  # beams with KV
         self._anchors: Level | None = None  # whose KV is kept during a step of the search
         self._tables = []
-        self._copies: list[TailCopies] = []  # that no step has taken along
+        self._copies: list[KVCacheBlockCopy] = []  # that no step has taken along
 
     @property
     def decodes(self) -> bool:
@@ -309,12 +310,11 @@ class GroupBeams:
             return False
         for table, plan in zip(self._tables, plans, strict=True):
             table.give_back(plan)
-        self._copies += [
-            table.apply(plan, num_computed) for table, plan in zip(self._tables, plans, strict=True)
-        ]
+        for table, plan in zip(self._tables, plans, strict=True):
+            self._copies += table.apply(plan)
         return True
 
-    def take_copies(self) -> list[TailCopies]:
+    def take_copies(self) -> list[KVCacheBlockCopy]:
         """Return the copies that must run before the level's step, once."""
         copies, self._copies = self._copies, []
         return copies
@@ -361,7 +361,7 @@ class GroupBeams:
                 plan = table.plan(children.parents, num_computed)
                 fresh = fresh[: table.num_fresh(plan)]
                 table.give_back(plan, fresh.tolist())
-                table.apply(plan, num_computed, fresh)
+                table.apply(plan, fresh)
             self.ahead = None
         self._begin_step(children.parents)
         self.set_placeholders()

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy, GroupBeams
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
-from vllm_trie.searches.engine.scheduler.tables import RangedCopies, check_references, ranged
+from vllm_trie.searches.engine.scheduler.tables import check_references
 from vllm_trie.searches.engine.search_wire import BEAM_STEPS, CANDIDATES, BeamStep
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def send_beams(
     if not decoding:
         return ()
     steps: list[BeamStep] = []
-    copies = ranged(chain.from_iterable(beams.take_copies() for beams in decoding.values()))
+    copies = [copy for beams in decoding.values() for copy in beams.take_copies()]
     for proxy_id, beams in decoding.items():
         steps.append(beams.step())
         del scheduled[proxy_id]
@@ -95,9 +95,7 @@ def send_beams(
     _drop(cached, {i for i, name in enumerate(cached.req_ids) if name in decoding})
     setattr(output, BEAM_STEPS, steps)
     if copies:
-        others = output.kv_cache_block_copies or []
-        ranges = [*([None] * len(others)), *copies.ranges]
-        output.kv_cache_block_copies = RangedCopies([*others, *copies], ranges)
+        output.kv_cache_block_copies = [*(output.kv_cache_block_copies or ()), *copies]
     return decoding
 
 

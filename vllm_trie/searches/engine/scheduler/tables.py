@@ -11,8 +11,8 @@ and its tail block is its own::
 
 A transition turns beams into their children, who gather the full blocks of their parents. The first
 child of a beam takes its tail. Others take the tails of beams without children, or fresh blocks,
-and get a copy of the slots that differ: no target of a copy is the source of another. Where all
-blocks are full, every child gets a fresh tail, and nothing is copied.
+and get a copy of their parent's: no target of a copy is the source of another. Where all blocks are
+full, every child gets a fresh tail, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -27,35 +27,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 
 
-class RangedCopies(list[Any]):
-    """vLLM's list of a step's block copies, with the slots that each of them needs.
-
-    Whoever does not know of the ranges copies whole blocks, which is right as well.
-
-    Attributes:
-        ranges: First slot and end of each copy; None for the whole block.
-    """
-
-    def __init__(self, copies: Iterable[object], ranges: list[tuple[int, int] | None]) -> None:
-        super().__init__(copies)
-        self.ranges = ranges
-
-
-class TailCopies(NamedTuple):
-    """Copies of tail blocks, each of the slots from `first` to `end`.
-
-    Attributes:
-        sources, targets: int64 [copies], block ids.
-        first: int64 [copies].
-        end: The same for all.
-    """
-
-    sources: np.ndarray
-    targets: np.ndarray
-    first: np.ndarray
-    end: int
-
-
 class _Plan(NamedTuple):
     """A transition before it gets its blocks: -1 stands for a fresh one.
 
@@ -63,14 +34,12 @@ class _Plan(NamedTuple):
         suffix: int32 [children, blocks].
         copied: int64 [copies], the children that get a copy.
         sources: int64 [copies], the block that each of them copies.
-        reuses: bool [copies], whether it takes the tail of a beam without children.
         gone: The blocks that nobody needs any more.
     """
 
     suffix: np.ndarray
     copied: np.ndarray
     sources: np.ndarray
-    reuses: np.ndarray
     gone: list[KVCacheBlock]
 
 
@@ -96,7 +65,7 @@ class BeamTables:
         self._manager, self._pool = manager, manager.block_pool
         manager.remove_skipped_blocks(proxy_id, prompt_len)  # before a window; none from now on
         self._blocks = blocks = manager.req_to_blocks[proxy_id]
-        self.block_size, self._prompt_len = manager.block_size, prompt_len
+        self.block_size = manager.block_size
         full, tail = divmod(prompt_len, self.block_size)
         self._pool.free_blocks(blocks[full + bool(tail) :])  # reserved for drafts
         del blocks[full + bool(tail) :]
@@ -118,18 +87,16 @@ class BeamTables:
         if self.starts_block(num_computed):
             fresh = np.full((len(parents), 1), -1, dtype=np.int32)
             suffix = np.concatenate([suffix, fresh], axis=1)
-            return _Plan(suffix, none, none, none.astype(bool), self._without(suffix))
+            return _Plan(suffix, none, none, self._without(suffix))
         kept, first = np.unique(parents, return_index=True)
         copied = np.ones(len(parents), dtype=bool)
         copied[first] = False
         copies = np.flatnonzero(copied)
         tails = self.suffix[:, -1]
         spare = np.delete(tails, kept)[: len(copies)] if self._kept is None else tails[:0]
-        targets = np.full(len(copies), -1, dtype=np.int32)
-        targets[: len(spare)] = spare
-        suffix[copies, -1] = targets
-        sources = tails[parents[copies]].astype(np.int64)
-        return _Plan(suffix, copies, sources, targets >= 0, self._without(suffix))
+        suffix[copies, -1] = -1
+        suffix[copies[: len(spare)], -1] = spare
+        return _Plan(suffix, copies, tails[parents[copies]], self._without(suffix))
 
     def _without(self, suffix: np.ndarray) -> list[KVCacheBlock]:
         """Return the blocks that are neither in `suffix` nor kept nor the prompt's full ones."""
@@ -176,12 +143,11 @@ class BeamTables:
         needed = set(fresh)
         self._free([block for block in plan.gone if block.block_id not in needed])
 
-    def apply(self, plan: _Plan, num_computed: int, fresh: np.ndarray | None = None) -> TailCopies:
+    def apply(self, plan: _Plan, fresh: np.ndarray | None = None) -> list[KVCacheBlockCopy]:
         """Take the blocks of a transition, after :meth:`give_back`.
 
         Args:
             plan: The transition.
-            num_computed: As in :meth:`plan`.
             fresh: Ids of the blocks that were taken for it, :meth:`num_fresh`; None to take them
                 from the pool, which has them.
 
@@ -192,13 +158,8 @@ class BeamTables:
         if count := self.num_fresh(plan):
             suffix[suffix[:, -1] < 0, -1] = self.take_fresh(count) if fresh is None else fresh
         self.suffix = suffix
-        in_prompt = max(0, self._prompt_len - num_computed // self.block_size * self.block_size)
-        return TailCopies(
-            plan.sources,
-            suffix[plan.copied, -1].astype(np.int64),
-            np.where(plan.reuses, in_prompt, 0),
-            num_computed % self.block_size,
-        )
+        targets = suffix[plan.copied, -1]
+        return list(map(KVCacheBlockCopy, plan.sources.tolist(), targets.tolist()))
 
     def back_to(self, beams: np.ndarray, length: int) -> None:
         """Cut beams back to ancestors of theirs; give everything else back, what is kept too.
@@ -248,16 +209,6 @@ class BeamTables:
         assert set(held) == in_tables, f"held {sorted(held)}, in tables {sorted(in_tables)}"
         tails = self.suffix[:, -1:].ravel().tolist()
         assert len(tails) == len(set(tails)), "two beams have one tail"
-
-
-def ranged(copies: Iterable[TailCopies]) -> RangedCopies:
-    """Return copies as a worker takes them."""
-    pairs: list[object] = []
-    slots: list[tuple[int, int] | None] = []
-    for part in copies:
-        pairs += map(KVCacheBlockCopy, part.sources.tolist(), part.targets.tolist())
-        slots += [(first, part.end) for first in part.first.tolist()]
-    return RangedCopies(pairs, slots)
 
 
 def num_blocks(manager: KVCacheManager) -> int:
