@@ -151,6 +151,7 @@ def best_continuations(
         logprobs += to_device(np.concatenate([part.weights for part in valid]), device)
     totals = np.concatenate([step.totals for step in steps])
     scores = logprobs + to_device(totals, device)[row_index]
+    scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)  # no row of NaN before others
     # Not the best of both kinds together: of two equal ones, either could be missing.
     sizes = [int(kind.sum()) for part in valid for kind in (part.targets < 0, part.targets >= 0)]
     counts = np.minimum(np.repeat([step.width for step in steps], 2), sizes)

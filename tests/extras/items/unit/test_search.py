@@ -145,6 +145,17 @@ def test_equals_reference(
     assert len(set(items)) == len(items)
 
 
+def test_a_row_of_nan_takes_no_place_of_others(catalogues):
+    trie, _ = catalogues[2]
+    nodes = trie.children(np.array([0])).nodes[:2]
+    logits = torch.zeros(2, VOCAB)
+    logits[0] = torch.nan
+    step = ItemStep(trie, nodes, np.zeros(2, dtype=np.float32), 2)
+    (best,) = best_continuations([step], logits).fetch()
+    assert len(best.logprobs)
+    assert np.isfinite(best.logprobs).all()
+
+
 @pytest.mark.parametrize("eos", [None, EOS])
 def test_steps_tell_how_many_children_are_valid(catalogues, eos):
     trie, _ = catalogues[1]
