@@ -34,7 +34,7 @@ from vllm_trie.drafts import available_methods
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.hooks import ledger, plugin
-from vllm_trie.hooks.ledger import Patch, record, table
+from vllm_trie.hooks.ledger import Entry, record, table
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.refusal import RefusedError
@@ -370,8 +370,8 @@ def test_hooking_that_fails(fresh_process, monkeypatch):
         raise RuntimeError("an unforeseen change")
 
     arguments = "vllm.engine.arg_utils:EngineArgs"
-    works = Patch(f"{arguments}.from_cli_args", "wrapped", "a test", wrapper=lambda original: None)
-    fails = Patch(f"{arguments}.create_model_config", "wrapped", "a test", wrapper=fail)
+    works = Entry(f"{arguments}.from_cli_args", "wrapped", "a test", wrapper=lambda original: None)
+    fails = Entry(f"{arguments}.create_model_config", "wrapped", "a test", wrapper=fail)
     monkeypatch.setattr(record, "ENTRIES", [works, fails])
     before = {**wrapped(), **vars(EngineArgs)}
     messages = fresh_process()
@@ -414,9 +414,9 @@ for name in ("add_cli_args", "create_engine_config"):
 # With it, a symbol is gone.
 del os.environ["VLLM_PLUGINS"]
 vllm.plugins.plugins_loaded = False
-from vllm_trie.hooks.ledger import Patch, record
+from vllm_trie.hooks.ledger import Entry, record
 runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-record.ENTRIES.append(Patch(f"{runner}._no_such_method", "called", "a test"))
+record.ENTRIES.append(Entry(f"{runner}._no_such_method", "called", "a test"))
 assert "_no_such_method is missing" in refusal()
 (output,) = LLM(**SETTINGS).generate(
     [{"prompt_token_ids": list(range(9, 30))}], PARAMS, use_tqdm=False

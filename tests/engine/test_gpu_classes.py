@@ -15,6 +15,7 @@ from tests.processes import run_program, run_python
 from vllm_trie.drafts.engine.config import VERIFICATION
 from vllm_trie.drafts.engine.workers import cuda_worker
 from vllm_trie.hooks import ledger
+from vllm_trie.hooks.ledger.table import check_entry
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
 
 
@@ -115,7 +116,7 @@ def test_steps_on_a_fake_device():
 
 
 def test_the_ledger_fits_the_gpus_symbols():
-    findings = ledger.check(patch for patch in ledger.entries() if patch.platform == "cuda")
+    findings = [check_entry(entry) for entry in ledger.entries() if entry.platform == "cuda"]
     assert [finding for finding in findings if finding.status != "ok"] == []
     assert len(findings) > 10
 

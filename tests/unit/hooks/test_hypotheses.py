@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.engine.beam.simulation import prepare_params
 from tests.engine.prompts import tokenizer
 from vllm_trie.hooks.ledger.installation import Installation
-from vllm_trie.hooks.ledger.table import patches_here
+from vllm_trie.hooks.ledger.table import entries_here
 from vllm_trie.hooks.wire import SEARCH_KEY
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
@@ -32,7 +32,7 @@ PROMPT = tokenizer().encode("def café(self):\n    return 'naïve'\n" * 12)
 def patched():
     installation = Installation()
     if not hasattr(OutputProcessor.add_request, "__wrapped__"):  # by the plugin itself
-        for patch in patches_here("beam"):
+        for patch in entries_here("beam"):
             if patch.wrapper and "output_processor" in patch.target:
                 installation.apply(patch)
     yield

@@ -14,8 +14,9 @@ import pytest
 
 import vllm_trie
 from vllm_trie.hooks import ledger
-from vllm_trie.hooks.ledger import Patch, check, record
+from vllm_trie.hooks.ledger import Entry, record
 from vllm_trie.hooks.ledger.installation import Installation
+from vllm_trie.hooks.ledger.table import check_entry
 
 PACKAGE = Path(vllm_trie.__file__).parent
 HERE = "a_module_of_vllm:Subject"
@@ -47,8 +48,7 @@ def subject(monkeypatch):
 
 
 def check_one(target: str, parameters: tuple[str, ...] | None = None) -> ledger.Finding:
-    [finding] = check([Patch(target, "called", "why", parameters)])
-    return finding
+    return check_entry(Entry(target, "called", "why", parameters))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def loud(original: Any) -> Any:
     return lambda *arguments: f"{original(*arguments)}!"
 
 
-def a_patch(name: str, **changes: Any) -> Patch:
-    patch = Patch(f"{HERE}.{name}", "wrapped", "why", wrapper=loud)
+def a_patch(name: str, **changes: Any) -> Entry:
+    patch = Entry(f"{HERE}.{name}", "wrapped", "why", wrapper=loud)
     return dataclasses.replace(patch, **changes)
 
 

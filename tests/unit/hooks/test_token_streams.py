@@ -23,7 +23,7 @@ from tests.engine.prompts import tokenizer
 from vllm_trie.drafts.engine.frontend import token_streams
 from vllm_trie.drafts.engine.frontend.token_streams import MOST_WAITING, TokenCollector
 from vllm_trie.hooks.ledger.installation import Installation
-from vllm_trie.hooks.ledger.table import patches_here
+from vllm_trie.hooks.ledger.table import entries_here
 from vllm_trie.lab.tiny_model import model_path
 
 PROMPT = tokenizer().encode("def main():\n")
@@ -37,7 +37,7 @@ CUTS = (1, 5, 6, 9, len(ANSWER))
 def patched():
     installation = Installation()
     if not hasattr(OutputProcessor.process_outputs, "__wrapped__"):  # by the plugin itself
-        for patch in patches_here("speculation"):
+        for patch in entries_here("speculation"):
             if patch.wrapper and "output_processor" in patch.target:
                 installation.apply(patch)
     yield

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_trie import cli
 from vllm_trie.hooks import ledger
-from vllm_trie.hooks.ledger.table import check_patch
+from vllm_trie.hooks.ledger.table import check_entry
 from vllm_trie.lab.check import other_vllm
 from vllm_trie.lab.check.other_vllm import OtherReport
 from vllm_trie.lab.check.vllm_files import VllmFiles
@@ -36,7 +36,7 @@ def compare() -> dict[str, Any]:
     files = VllmFiles(Path(importlib.util.find_spec("vllm").submodule_search_locations[0]).parent)
     differences, unchecked = [], {}
     for patch in ledger.entries():
-        imported, read = check_patch(patch), check_patch(patch, files.parameters)
+        imported, read = check_entry(patch), check_entry(patch, files.parameters)
         if read.status == "not checked":
             unchecked[patch.target] = read.detail
             continue

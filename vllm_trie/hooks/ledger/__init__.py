@@ -7,8 +7,8 @@ them out. Importing this package imports no
 module of vLLM's, and nothing outside of it assigns to an attribute of vLLM's modules and classes.
 """
 
+from vllm_trie.hooks.ledger.entry import Entry, Feature, resolve
 from vllm_trie.hooks.ledger.installation import install, installed, patches_in_place, undo
-from vllm_trie.hooks.ledger.patch import Feature, Patch, resolve
 from vllm_trie.hooks.ledger.table import (
     SUPPORTED_VLLM_VERSIONS,
     TRIAL_SWITCH,
@@ -22,9 +22,9 @@ from vllm_trie.hooks.ledger.table import (
 __all__ = [
     "SUPPORTED_VLLM_VERSIONS",
     "TRIAL_SWITCH",
+    "Entry",
     "Feature",
     "Finding",
-    "Patch",
     "check",
     "entries",
     "install",

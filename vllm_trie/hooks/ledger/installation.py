@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_trie.hooks.ledger.patch import Feature, Patch, Scope, resolve
-from vllm_trie.hooks.ledger.table import check_patch, patches_here
+from vllm_trie.hooks.ledger.entry import Entry, Feature, Scope, resolve
+from vllm_trie.hooks.ledger.table import check_entry, entries_here
 
 _ABSENT = object()
 """Stands for an attribute that `vars` of its owner did not have, because it was inherited."""
@@ -18,7 +18,7 @@ _ABSENT = object()
 class _Replacement:
     """A patch in place, with what it replaced."""
 
-    patch: Patch
+    patch: Entry
     owner: Any
     name: str
     original: Any
@@ -43,7 +43,7 @@ class Installation:
         self._replacements: list[_Replacement] = []
 
     @property
-    def patches(self) -> tuple[Patch, ...]:
+    def patches(self) -> tuple[Entry, ...]:
         """The patches in place."""
         return tuple(replacement.patch for replacement in self._replacements)
 
@@ -63,10 +63,10 @@ class Installation:
         present = self.patches
         before = len(present)
         scopes: set[Scope] = {"process", "native_search"} if native_search else {"process"}
-        patches = _replacing(patches_here(feature), {"aside"} if steps_aside else scopes)
+        patches = _replacing(entries_here(feature), {"aside"} if steps_aside else scopes)
         try:
             for patch in patches:
-                if patch not in present and (not steps_aside or check_patch(patch).fits):
+                if patch not in present and (not steps_aside or check_entry(patch).fits):
                     self.apply(patch)
         except BaseException:
             self.undo(keep=before)
@@ -77,13 +77,13 @@ class Installation:
         """Put the patches of some scopes in place for the duration of a ``with`` block."""
         before = len(self._replacements)
         try:
-            for patch in _replacing(patches_here(), scopes):
+            for patch in _replacing(entries_here(), scopes):
                 self.apply(patch)
             yield
         finally:
             self.undo(keep=before)
 
-    def apply(self, patch: Patch) -> None:
+    def apply(self, patch: Entry) -> None:
         """Put one patch in place.
 
         Raises:
@@ -114,14 +114,14 @@ class Installation:
             self._replacements.pop()
 
 
-def _replacing(patches: Iterable[Patch], scopes: Container[Scope]) -> list[Patch]:
-    return [patch for patch in patches if patch.wrapper is not None and patch.scope in scopes]
+def _replacing(entries: Iterable[Entry], scopes: Container[Scope]) -> list[Entry]:
+    return [entry for entry in entries if entry.wrapper is not None and entry.scope in scopes]
 
 
 _process = Installation()
 install, installed, undo = _process.install, _process.installed, _process.undo
 
 
-def patches_in_place() -> tuple[Patch, ...]:
+def patches_in_place() -> tuple[Entry, ...]:
     """Return the patches that are in place in this process."""
     return _process.patches

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from vllm_trie.hooks.ledger.patch import Kind, Patch, Scope
+from vllm_trie.hooks.ledger.entry import Entry, Kind, Scope
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -29,7 +29,7 @@ SEARCH = "vLLM serves beam search inside its scheduler"
 UPSTREAM = "vllm-project/vllm issues 14426, 20316, 49197"
 """What would make most entries unnecessary, and issues that ask for beam search."""
 
-ENTRIES: list[Patch] = []
+ENTRIES: list[Entry] = []
 """The entries of all modules that were imported."""
 _AROUND: defaultdict[str, list[Callable[[Any], Any]]] = defaultdict(list)
 """What :meth:`Symbols.wraps` has wrapped around a target, the innermost first."""
@@ -54,7 +54,7 @@ class Symbols:
     Args:
         prefix: The beginning of the targets, behind ``vllm.``.
         until: What would make the entries unnecessary.
-        fields: Further fields of :class:`Patch`.
+        fields: Further fields of :class:`Entry`.
     """
 
     def __init__(self, prefix: str = "", until: str = "", **fields: object) -> None:
@@ -130,7 +130,7 @@ class Symbols:
         fields: dict[str, Any],
     ) -> None:
         shared = {**self._fields, **fields}
-        ENTRIES.append(Patch(self._prefix + name, kind, why, parameters, **shared))
+        ENTRIES.append(Entry(self._prefix + name, kind, why, parameters, **shared))
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_trie.extras import brought
 from vllm_trie.hooks.ledger import record
-from vllm_trie.hooks.ledger.patch import Feature, Patch, Platform, resolve
+from vllm_trie.hooks.ledger.entry import Entry, Feature, Platform, resolve
 from vllm_trie.refusal import turned_off
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
@@ -42,7 +42,7 @@ Status = Literal["ok", "missing", "changed", "not checked"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The fit of one :class:`Patch` to a vLLM; ``detail`` is empty if it does."""
+    """The fit of one :class:`Entry` to a vLLM; ``detail`` is empty if it does."""
 
     target: str
     reason: str
@@ -58,14 +58,14 @@ class Finding:
         return self.status == "ok"
 
 
-def entries() -> tuple[Patch, ...]:
+def entries() -> tuple[Entry, ...]:
     """Return every symbol of vLLM that the plugin touches, on all platforms."""
     for platform in ("any", "cpu", "cuda"):
         load(platform)
     return tuple(sorted(record.ENTRIES, key=lambda p: (p.target, p.feature, p.scope)))
 
 
-def patches_here(feature: Feature | None = None) -> list[Patch]:
+def entries_here(feature: Feature | None = None) -> list[Entry]:
     """Return the entries for vLLM's present platform, of one feature or of all."""
     here = _platforms()
     for platform in here:
@@ -101,11 +101,9 @@ def load(platform: Platform) -> tuple[Finding, ...]:
     return tuple(failures)
 
 
-def check(patches: Iterable[Patch] | None = None) -> list[Finding]:
-    """Compare entries of the table, by default those for this platform, with the installed vLLM."""
-    if patches is not None:
-        return [check_patch(patch) for patch in patches]
-    findings = [check_patch(patch) for patch in patches_here()]
+def check() -> list[Finding]:
+    """Compare the entries of the table for this platform with the installed vLLM."""
+    findings = [check_entry(entry) for entry in entries_here()]
     return [*(failure for platform in _platforms() for failure in load(platform)), *findings]
 
 
@@ -114,44 +112,44 @@ def _parameters_here(target: str, is_called: bool) -> Sequence[str]:
     return tuple(inspect.signature(symbol).parameters) if is_called else ()
 
 
-def check_patch(
-    patch: Patch, parameters_of: Callable[[str, bool], Sequence[str]] = _parameters_here
+def check_entry(
+    entry: Entry, parameters_of: Callable[[str, bool], Sequence[str]] = _parameters_here
 ) -> Finding:
     """Compare one entry of the table with a vLLM, by default the installed one.
 
     Args:
-        patch: The entry.
+        entry: Of the table.
         parameters_of: Takes a target and whether it is called, and returns the names of its
             parameters then. Raises ImportError or AttributeError if it is not there, and
             NotImplementedError if nobody can tell.
     """
-    status, detail = _compare(patch, parameters_of)
+    status, detail = _compare(entry, parameters_of)
     return Finding(
-        patch.target,
-        patch.reason,
+        entry.target,
+        entry.reason,
         status,
         detail,
-        patch.upstream,
-        patch.until,
-        patch.feature,
+        entry.upstream,
+        entry.until,
+        entry.feature,
     )
 
 
 def _compare(
-    patch: Patch, parameters_of: Callable[[str, bool], Sequence[str]]
+    entry: Entry, parameters_of: Callable[[str, bool], Sequence[str]]
 ) -> tuple[Status, str]:
     try:
-        parameters = parameters_of(patch.target, patch.parameters is not None)
+        parameters = parameters_of(entry.target, entry.parameters is not None)
     except (ImportError, AttributeError) as error:
         return "missing", f"{type(error).__name__}: {error}"
     except NotImplementedError as error:
         return "not checked", str(error)
-    if patch.parameters is None:
+    if entry.parameters is None:
         return "ok", ""
     names = [name for name in parameters if name not in ("self", "cls")]
-    positions = [names.index(name) if name in names else -1 for name in patch.parameters]
+    positions = [names.index(name) if name in names else -1 for name in entry.parameters]
     if -1 in positions or positions != sorted(positions):
-        return "changed", f"expected parameters {patch.parameters}, found {tuple(names)}"
+        return "changed", f"expected parameters {entry.parameters}, found {tuple(names)}"
     return "ok", ""
 
 

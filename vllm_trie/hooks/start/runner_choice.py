@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from vllm_trie.hooks.ledger.patch import Scope
+from vllm_trie.hooks.ledger.entry import Scope
 from vllm_trie.hooks.start.limits import is_cuda
 
 if TYPE_CHECKING:

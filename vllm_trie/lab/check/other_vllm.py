@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 
 import vllm_trie
 from vllm_trie.hooks import ledger
-from vllm_trie.hooks.ledger.table import check_patch, load
+from vllm_trie.hooks.ledger.table import check_entry, load
 from vllm_trie.lab.cache import cache_folder
 from vllm_trie.lab.check.vllm_files import VllmFiles
 from vllm_trie.refusal import RefusedError
@@ -72,7 +72,7 @@ def collect(given: str, say: Callable[[str], None] = lambda text: None) -> Other
     return OtherReport(
         given,
         (
-            *(check_patch(patch, files.parameters) for patch in entries),
+            *(check_entry(entry, files.parameters) for entry in entries),
             *_check_imports(files),
             *(replace(failure, status="not checked") for failure in unread),
         ),
@@ -158,9 +158,9 @@ def _check_imports(files: VllmFiles) -> Iterator[ledger.Finding]:
         return ()
 
     for target, path in sorted(dict(_imports()).items()):
-        entry = ledger.Patch(target, "read", f"imported by {path.as_posix()}")
+        entry = ledger.Entry(target, "read", f"imported by {path.as_posix()}")
         folder = path.parts[0]
-        yield replace(check_patch(entry, look), feature=_FEATURES.get(folder, folder))
+        yield replace(check_entry(entry, look), feature=_FEATURES.get(folder, folder))
 
 
 def _imports() -> Iterator[tuple[str, Path]]:

@@ -22,7 +22,7 @@ from vllm_trie.extras.predictions.counts import CARRIED, COUNTS
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger.installation import Installation
-from vllm_trie.hooks.ledger.table import patches_here
+from vllm_trie.hooks.ledger.table import entries_here
 
 TOKENS = tokenizer().encode("def count_words(lines):")
 
@@ -31,7 +31,7 @@ TOKENS = tokenizer().encode("def count_words(lines):")
 def _patched():
     installation = Installation()
     if not hasattr(OutputProcessor.add_request, "__wrapped__"):  # by the plugin itself
-        for patch in patches_here("speculation"):
+        for patch in entries_here("speculation"):
             if patch.target.startswith(("vllm.v1.engine.output_processor", "vllm.outputs")):
                 installation.apply(patch)
     yield

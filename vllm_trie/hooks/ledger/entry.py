@@ -18,7 +18,7 @@ Kind = _Replacing | _Using | Literal["relied on"]
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class Entry:
     """One symbol of vLLM that the plugin replaces, derives from, calls or relies on.
 
     Attributes:
