@@ -411,6 +411,11 @@ class TreeVerifier:
         self.totals.of_requests.clear()
         return stats
 
+    def forget_stats(self) -> None:
+        """Forget the statistics so far."""
+        self.take_stats()
+        self.totals = TreeStats()
+
     def close(self) -> None:
         """Let observers finish; the engine ends."""
         for observer in self.observers:

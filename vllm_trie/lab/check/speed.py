@@ -52,7 +52,7 @@ def measure(settings: Settings, dtype: str) -> Outcome:
     measured, steps = {}, {}
     for size in BATCH_SIZES:
         queue = [texts[i % len(texts)] for i in range(size)]
-        trees.totals = TreeStats()
+        trees.forget_stats()
         measured[size] = _speeds(engines, queue, max_tokens, repeats)
         steps[size] = _step(trees.totals, size)
     lines = [f"| concurrent requests | plain, tokens/s | `{PEER}` | `ngram_trie` |"]

@@ -14,7 +14,6 @@ from vllm_trie.drafts.engine.start.calibration import calibrate_step_cost
 from vllm_trie.drafts.engine.start.draft_support import check_layers
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup, cache_groups
 from vllm_trie.drafts.engine.verifier import TreeVerifier
-from vllm_trie.hooks.wire import TreeStats
 
 Part = Literal[
     "requests",  # the batch's requests are known to vLLM's runner
@@ -98,8 +97,7 @@ class Adapter(ABC):
 
     def forget_stats(self) -> None:
         """Forget the statistics of requests that no user sent."""
-        self.trees.take_stats()
-        self.trees.totals = TreeStats()
+        self.trees.forget_stats()
 
     def switch_off(self, why: str) -> None:
         """Serve without drafts, and with a count."""
