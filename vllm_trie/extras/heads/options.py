@@ -10,7 +10,7 @@ from vllm_trie.drafts.drafter import DrafterOptions
 
 
 class MedusaOptions(DrafterOptions):
-    """Options of `medusa_dynamic`; the node budget n is `num_speculative_tokens`."""
+    """Options of `medusa_dynamic`; the node limit n is `num_speculative_tokens`."""
 
     joint: Literal["context", "product"] = Field(
         default="context",

@@ -1,4 +1,4 @@
-"""Options of the method `lookahead_trie`, and the shares of the node budget that they give."""
+"""Options of the method `lookahead_trie`, and the shares of the node limit that they give."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LookaheadOptions(DrafterOptions):
         default=None,
         ge=1,
         le=128,
-        description="W, columns of the window, which takes W*(L-1) - 1 nodes of the budget. Left "
+        description="W, columns of the window, which takes W*(L-1) - 1 nodes of the limit. Left "
         "out: 10, or as many as leave a quarter of the nodes to the candidates.",
     )
     ngram_size: int = Field(
@@ -97,7 +97,7 @@ def window_nodes(window_size: int, ngram_size: int) -> int:
 
 
 def fit(options: LookaheadOptions, num_nodes: int) -> Shape:
-    """Divide a budget of `num_nodes` nodes between window and candidates.
+    """Divide a limit of `num_nodes` nodes between window and candidates.
 
     Raises:
         ValueError: The window does not fit.
@@ -121,8 +121,8 @@ def fit(options: LookaheadOptions, num_nodes: int) -> Shape:
 def _largest_window(ngram_size: int, largest_trie: int, num_nodes: int) -> int:
     """Return the most columns that leave the candidates a quarter of the nodes."""
 
-    def needed(size: int, budget: int) -> int:
-        return window_nodes(size, ngram_size) + min(largest_trie, max(1, budget // 4))
+    def needed(size: int, limit: int) -> int:
+        return window_nodes(size, ngram_size) + min(largest_trie, max(1, limit // 4))
 
     for size in range(DEFAULT_WINDOW_SIZE, 0, -1):
         if needed(size, num_nodes) <= num_nodes:
