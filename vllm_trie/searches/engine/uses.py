@@ -16,6 +16,13 @@ _beams("v1.sample.logits_processor:LOGITSPROCS_GROUP", "read",
 for _protocol in ("completion.protocol:Completion", "chat_completion.protocol:ChatCompletion"):
     _beams(f"entrypoints.openai.{_protocol}Request.extract_structured_outputs", "called",
         "the grammar of a request with use_beam_search", "")
+_offline = "entrypoints.common.offline:OfflineInferenceMixin."
+for _method_name, _parameters in (
+    ("_preprocess_cmpl", "prompts"), ("_lora_request_to_seq", "lora_request num_requests"),
+    ("_priority_to_seq", "priority num_requests"), ("_params_to_seq", "params num_requests"),
+    ("_render_and_run_requests", "prompts params output_type lora_requests priorities use_tqdm"),
+):
+    _beams(_offline + _method_name, "called", "runs the searches of LLM.beam_search", _parameters)
 _beams("v1.core.sched.scheduler:Scheduler._free_request", "called", "frees proxies", "request")
 _beams("v1.core.sched.scheduler:Scheduler._free_encoder_inputs", "called",
     "releases images of prompts that are computed", "request")
@@ -26,11 +33,14 @@ _beams("v1.core.sched.output:CachedRequestData", "changed", "proxies whose beams
     "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
     "num_output_tokens")
 _beams("v1.core.sched.output:SchedulerOutput", "changed",
-    "carries the beams, and the slots of each copy", "kv_cache_block_copies")
+    "carries the beams and the copies of their blocks", "kv_cache_block_copies")
 _beams("v1.request:Request", "made", "its subclass stands for a group, the proxy",
     "request_id prompt_token_ids")
 _beams("v1.request:Request.update_block_hashes", "relied on",
     "writes block_hashes, which proxies share with their search", "")
+_beams("v1.request:Request.append_output_token_ids", "relied on",
+    "writes _output_token_ids and _all_token_ids, which a proxy replaces", "token_ids")
+_beams("v1.request:Request.take_prefill_stats", "called", "of a search's first output", "")
 _beams("v1.engine:EngineCoreOutput", "made", "the whole output of a search",
     "request_id new_token_ids finish_reason")
 for _method_name, _parameters in (
@@ -50,20 +60,22 @@ _beams("v1.worker.gpu.async_utils:stream", "called",
     until=TOKEN_LISTS)
 _beams("v1.worker.gpu.async_utils:AsyncOutput.get_output", "set",
     "sends the candidates of a step with its output", "", until=TOKEN_LISTS)
+_beams("v1.worker.gpu_input_batch:InputBatch.req_ids", "relied on",
+    "returns _req_ids, which the beams of a step enter")
+_beams("v1.core.kv_cache_manager:KVCacheManager.estimate_cached_tokens", "called",
+    "tokens of a prompt that need no blocks", "request")
 _beams("v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "set",
     "in the plugin's schedulers: takes blocks for all beams of a group where vLLM schedules the "
     "request that stands for it", "request")
 _beams("v1.outputs:SamplerOutput", "made", "a step of beams only needs no sampler",
     "sampled_token_ids logprobs_tensors")
 _beams("v1.outputs:ModelRunnerOutput", "changed", "carries the candidates", "req_ids")
-_beams("v1.attention.backends.cpu_attn:_get_attn_isa", "called",
-    "whether slots lie in the cache as the copies expect", "dtype block_size head_size",
-    platform="cpu")
 _beams("v1.core.kv_cache_utils:KVCacheBlockCopy", "made", "the copy of a tail block",
     "src_block_id dst_block_id")
 _manager = "v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager."
 _beams(f"{_manager}get_num_skipped_tokens", "called", "blocks that a search does not need",
     "num_computed_tokens")
+_beams(f"{_manager}records_new_block_ids", "read", "whether new blocks of beams are recorded")
 _beams(f"{_manager}remove_skipped_blocks", "called", "gives back blocks before a prompt's window",
     "request_id processed_computed_tokens")
 _beams("v1.core.block_pool:BlockPool.get_new_blocks", "called", "blocks of beams", "num_blocks")
