@@ -123,11 +123,11 @@ class TreeBuffers:
         head_size: Of the layers.
         num_processors: Multiprocessors of the device.
         device: Of the cache.
-        with_depths: Whether any layer has a window or chunks, which need the nodes' depths.
+        with_offsets: Whether any layer has a window or chunks, which need the nodes' offsets.
 
     Attributes:
         trees: int64, for each request its number of nodes and the indices of its first word and
-            its first depth in this tensor; then the words and the depths.
+            its first offset in this tensor; then the words and the offsets.
         partial: float32 [rows, padded head_size], weighted values of programs that share slots.
         state: float32 [rows, 2], their maxima and sums.
         max_requests, num_processors: As given.
@@ -140,10 +140,10 @@ class TreeBuffers:
         head_size: int,
         num_processors: int,
         device: torch.device,
-        with_depths: bool = False,
+        with_offsets: bool = False,
     ) -> None:
         num_rows = num_processors * _MAX_ROWS  # of all programs that run at once
-        size = 3 * max_requests + max_words * (1 + with_depths)  # a node has a word or more
+        size = 3 * max_requests + max_words * (1 + with_offsets)  # a node has a word or more
         self.trees = torch.zeros(size, dtype=torch.int64, device=device)
         self.partial = torch.empty(
             num_rows, padded_head(head_size), dtype=torch.float32, device=device
@@ -152,7 +152,7 @@ class TreeBuffers:
         self.max_requests = max_requests
         self.num_processors = num_processors
         self._header = np.zeros((max_requests, 3), dtype=np.int64)
-        self._with_depths = with_depths
+        self._with_offsets = with_offsets
         self._has_trees = False
 
     def write(self, trees: TreeBatch | None) -> None:
@@ -167,19 +167,19 @@ class TreeBuffers:
             self._has_trees = False
             return
         rows, words = trees.row_array, trees.word_array.view(np.int64)
-        depths = trees.depths if self._with_depths else words[:0]
-        size = self._header.size + len(words) + len(depths)
+        offsets = trees.offsets if self._with_offsets else words[:0]
+        size = self._header.size + len(words) + len(offsets)
         if size > len(self.trees):
             raise ValueError(
                 f"the step's trees have {len(words)} ancestor words; there is memory for "
-                f"{(len(self.trees) - self._header.size) // (1 + self._with_depths)}"
+                f"{(len(self.trees) - self._header.size) // (1 + self._with_offsets)}"
             )
         counts, num_nodes = trees.num_words, rows[:, 3]
         self._header.fill(0)
         self._header[rows[:, 0], 0] = num_nodes
         self._header[rows[:, 0], 1] = self._header.size + np.cumsum(counts) - counts
-        first_depth = self._header.size + len(words)
-        self._header[rows[:, 0], 2] = first_depth + np.cumsum(num_nodes) - num_nodes
-        packed = np.concatenate([self._header.reshape(-1), words, depths])
+        first_offset = self._header.size + len(words)
+        self._header[rows[:, 0], 2] = first_offset + np.cumsum(num_nodes) - num_nodes
+        packed = np.concatenate([self._header.reshape(-1), words, offsets])
         self.trees[:size].copy_(to_device(packed, self.trees.device), non_blocking=True)
         self._has_trees = True

@@ -95,14 +95,14 @@ class NativeKernels:
         ):
             return False
         rows, words = trees.row_array, trees.word_array
-        depths = trees.depths if needs_positions else None
+        offsets = trees.offsets if needs_positions else None
         packed = self._pack_attention(
             dtype,
             *(query.data_ptr(), query.stride(0)),
             *(kv_cache.data_ptr(), *kv_cache.stride()[:2]),
             *(block_table.data_ptr(), block_table.stride(0)),
             *(rows.ctypes.data, words.ctypes.data),
-            *(0 if depths is None else depths.ctypes.data, len(rows)),
+            *(0 if offsets is None else offsets.ctypes.data, len(rows)),
             *(output.data_ptr(), output.stride(0)),
             *(num_heads, num_kv_heads, head_size, block_size, isa == "amx", scale),
             *(kind.window, kind.chunk, kind.soft_cap),

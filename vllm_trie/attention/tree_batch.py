@@ -79,8 +79,9 @@ class TreeBatch:
         ]
 
     @cached_property
-    def depths(self) -> np.ndarray:
-        """int64, how deep each node of all requests is; the first level of a tree is at 0."""
+    def offsets(self) -> np.ndarray:
+        """int64, how far the position of each node of all requests is behind the first one that is
+        not committed: its depth less one."""
         counts = words_per_node(np.repeat(self.row_array[:, 3], self.row_array[:, 3]))
         bits = np.unpackbits(self.word_array.view(np.uint8)).reshape(-1, 64)
         ends = np.cumsum(bits.sum(axis=1, dtype=np.int64))[np.cumsum(counts) - 1]

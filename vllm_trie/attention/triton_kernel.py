@@ -341,9 +341,9 @@ def _attend(  # type: ignore[no-untyped-def]
     )
     has_words = used & (node >= 0)
     if IS_PARTIAL:
-        depths_ptr = trees_ptr + tl.load(trees_ptr + 3 * request + 2)
-        depth = tl.load(depths_ptr + node, mask=has_words, other=0).to(tl.int32)
-        position = tl.where(node < 0, dense - 1, committed + depth)
+        offsets_ptr = trees_ptr + tl.load(trees_ptr + 3 * request + 2)
+        offset = tl.load(offsets_ptr + node, mask=has_words, other=0).to(tl.int32)
+        position = tl.where(node < 0, dense - 1, committed + offset)
         nearest = _first_seen(position, window, chunk, IS_PARTIAL)
 
     d = tl.arange(0, PADDED_HEAD)
@@ -402,8 +402,8 @@ def _attend(  # type: ignore[no-untyped-def]
             masked = tl.where(seen, scores, masked)
         if IS_PARTIAL:
             of_node = slot >= committed
-            depths = tl.load(depths_ptr + slot - committed, mask=of_node & in_use, other=0)
-            places = tl.where(of_node, committed + depths.to(tl.int32), slot)
+            offsets = tl.load(offsets_ptr + slot - committed, mask=of_node & in_use, other=0)
+            places = tl.where(of_node, committed + offsets.to(tl.int32), slot)
             masked = tl.where(places[None, :] >= nearest[:, None], masked, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(masked, axis=1))
         # A row may see nothing of a tile: its maximum must not be subtracted from itself then.

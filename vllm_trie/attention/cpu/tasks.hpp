@@ -23,8 +23,8 @@ struct Arguments {
   const int32_t* block_table;
   int64_t block_table_stride;
   const Row* rows;
-  const uint64_t* words;  // of all rows, one after another
-  const int64_t* depths;  // of the nodes of all rows; null where positions do not matter
+  const uint64_t* words;   // of all rows, one after another
+  const int64_t* offsets;  // of the nodes of all rows; null where positions do not matter
   int64_t num_rows;
   void* output;
   int64_t output_stride;
@@ -49,7 +49,7 @@ inline int64_t first_seen(const Arguments& arguments, int64_t position) {
 struct Unit {
   const Row* row;
   const uint64_t* words;   // of the row's first node
-  const int64_t* depths;   // the same
+  const int64_t* offsets;  // the same
   int kv_head;
   int64_t first_query, num_queries;
   int64_t first_slot, end_slot;  // that any of the queries sees, of the row's request
@@ -60,7 +60,7 @@ struct Unit {
   // Position in the text of a query, counted from the unit's first one.
   int64_t position(int64_t query) const {
     const int64_t node = first_query + query - (row->num_queries - row->num_nodes);
-    return row->seq_len - row->num_nodes + (node < 0 ? node : depths[node]);
+    return row->seq_len - row->num_nodes + (node < 0 ? node : offsets[node]);
   }
 };
 
@@ -82,7 +82,7 @@ inline std::vector<Unit> make_units(const Arguments& arguments, const uint64_t* 
   std::vector<Unit> units;
   const int group = arguments.num_heads / arguments.num_kv_heads;
   const int64_t max_queries = std::max(1, max_rows(arguments.head_size) / group);
-  const int64_t* depths = arguments.depths;
+  const int64_t* offsets = arguments.offsets;
   for (int64_t index = 0; index < arguments.num_rows; ++index) {
     const Row& row = arguments.rows[index];
     const int64_t num_parts = (row.num_queries + max_queries - 1) / max_queries;
@@ -93,7 +93,7 @@ inline std::vector<Unit> make_units(const Arguments& arguments, const uint64_t* 
         const bool has_nodes = last > row.num_queries - row.num_nodes;
         const int64_t seen = has_nodes ? row.seq_len : row.seq_len - row.num_queries + last;
         const int64_t end = row.num_shared ? row.num_shared : seen;
-        Unit unit{&row, words, depths, kv_head, first, last - first, 0, end, 0};
+        Unit unit{&row, words, offsets, kv_head, first, last - first, 0, end, 0};
         if (arguments.window || arguments.chunk) {
           int64_t nearest = unit.position(0);
           for (int64_t query = 1; query < unit.num_queries; ++query) {
@@ -109,7 +109,7 @@ inline std::vector<Unit> make_units(const Arguments& arguments, const uint64_t* 
       }
     }
     words += row.num_nodes * ((row.num_nodes + 63) / 64);
-    if (depths) depths += row.num_nodes;
+    if (offsets) offsets += row.num_nodes;
   }
   return units;
 }

@@ -268,16 +268,16 @@ class Attention {
   static std::vector<uint64_t> near_words(const Arguments& arguments) {
     if (!arguments.window && !arguments.chunk) return {};
     std::vector<uint64_t> result;
-    const int64_t* depth = arguments.depths;
+    const int64_t* offset = arguments.offsets;
     for (int64_t index = 0; index < arguments.num_rows; ++index) {
       const Row& row = arguments.rows[index];
       const int64_t num_words = (row.num_nodes + 63) / 64;
       const int64_t committed = row.seq_len - row.num_nodes;
       const uint64_t* words = arguments.words + result.size();
       result.insert(result.end(), words, words + row.num_nodes * num_words);
-      for (int64_t node = row.num_nodes; node > 0; --node, ++depth) {
+      for (int64_t node = row.num_nodes; node > 0; --node, ++offset) {
         drop_ancestors(result.data() + result.size() - node * num_words,
-                       first_seen(arguments, committed + *depth) - committed);
+                       first_seen(arguments, committed + *offset) - committed);
       }
     }
     return result;
@@ -287,7 +287,7 @@ class Attention {
     const int64_t committed = unit.row->seq_len - unit.row->num_nodes;
     for (int i = 0; i < count; ++i) {
       const int64_t node = start + i - committed;
-      const int64_t position = node < 0 ? start + i : committed + unit.depths[node];
+      const int64_t position = node < 0 ? start + i : committed + unit.offsets[node];
       positions[i] = static_cast<float>(position);
     }
     std::fill(positions + count, positions + kChunk, 0.0f);

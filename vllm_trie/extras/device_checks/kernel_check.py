@@ -357,7 +357,7 @@ def run_kernel(step: Step, kv_cache: torch.Tensor, num_rows: int, num_splits: in
     programs = num_splits * num_kv_heads * (num_tokens * group // 64 + num_requests)
     buffers = gpu_launch.TreeBuffers(
         *(num_requests, step.trees.word_array.size, head_size, programs, device),
-        with_depths=step.kind.is_partial,
+        with_offsets=step.kind.is_partial,
     )
     buffers.write(step.trees)
     query = step.query.to(device)

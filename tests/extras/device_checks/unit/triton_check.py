@@ -98,7 +98,7 @@ class Graph:
         self.seq_lens = torch.zeros(len(rows), dtype=torch.int32)
         self.buffers = TreeBuffers(
             *(len(rows), 4096, head_size, num_processors, torch.device("cpu")),
-            with_depths=case.kind.is_partial,
+            with_offsets=case.kind.is_partial,
         )
         self.kind = case.kind
         self.buffers.partial.fill_(torch.nan)

@@ -107,7 +107,7 @@ class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
             kv_cache_spec.head_size,
             _num_processors(device),
             device,
-            with_depths=any(kind.is_partial for kind in kinds),
+            with_offsets=any(kind.is_partial for kind in kinds),
         )
 
     @_builder.overrides("adds the buffers that hold the step's trees")
