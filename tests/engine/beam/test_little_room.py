@@ -60,11 +60,6 @@ def test_a_few_tokens_to_the_end_of_the_model(engine, length):
         assert {len(output.token_ids) for output in result.outputs} <= set(range(1, 7 - length))
 
 
-def test_one_token(engine):
-    llm = engine(max_num_seqs=16, block_size=32, max_model_len=128)
-    run_cases(llm, SHIPPED, cases((1, 2, 9, 16), max_tokens=1))
-
-
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_no_more_blocks_than_the_search_needs(engine, prefix_caching):
     """One block for each row behind the full ones: groups take turns, nothing hangs."""

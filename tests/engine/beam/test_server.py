@@ -94,13 +94,6 @@ def test_items_without_text(client):
         assert choice.text == ""
 
 
-def test_completions_with_wider_search_and_modes(client):
-    extra = {"vllm_xargs": {"beam_width": 9, "early_stopping": "never", "length_penalty": 2.0}}
-    result = completion(client, extra, n=3)
-    case = Case(prompt(4, 40), 9, "never", 2.0)
-    assert [choice.text for choice in result.choices] == expected_texts(case)[:3]
-
-
 def test_several_prompts_at_once(client):
     prompts = [list(prompt(number, 30)) for number in range(3)]
     result = completion(client, {"use_beam_search": True}, n=3, prompt=prompts)

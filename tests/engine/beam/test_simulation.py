@@ -252,22 +252,6 @@ def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch
     simulation.check_clean()
 
 
-def test_wide_group_is_not_starved_by_a_stream_of_greedy_requests(vllm_config):
-    simulation = Simulation(vllm_config, num_blocks=400, max_num_seqs=8)
-    for i in range(8):
-        simulation.add_greedy(f"g{i}", [i + 1, 2])
-    simulation.step()
-    simulation.add_beam("wide", [7, 8, 9], 8, 1)
-    for i in range(8, 300):
-        if "wide" in simulation.finished:
-            break
-        simulation.add_greedy(f"g{i}", [i % 20 + 1, 2])
-        simulation.step()
-    assert "wide" in simulation.finished
-    simulation.run()
-    simulation.check_clean()
-
-
 def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
     simulation = Simulation(vllm_config, num_blocks=100)
     prompt = [5, 6, 7, 8, 9]

@@ -74,28 +74,21 @@ def test_layouts_are_those_that_others_write(tmp_path):
     """Names and shapes written out by hand, not by the code under test."""
     heads = random_heads(num_heads=2, has_bias=True)
     expected = describe(make_medusa(heads).propose(make_requests()))
-    theirs, vllms = {}, {}
+    tensors = {}
     for head in range(2):
-        weight, bias = heads.block_weight[head, 0], heads.block_bias[head, 0]
-        theirs |= {f"{head}.0.linear.weight": weight, f"{head}.0.linear.bias": bias}
-        theirs[f"{head}.1.weight"] = heads.output_weight[head]
-        vllms |= {f"blocks.{head}.layers.0.weight": weight, f"blocks.{head}.layers.0.bias": bias}
-        vllms[f"lm_heads.{head}.weight"] = heads.output_weight[head]
-    for name, tensors in (("theirs", theirs), ("vllms", vllms)):
-        folder = tmp_path / name
-        folder.mkdir()
-        tensors = {key: value.clone() for key, value in tensors.items()}
-        if name == "theirs":
-            torch.save(tensors, folder / "medusa_lm_head.pt")
-            config = {"medusa_num_heads": 2, "medusa_num_layers": 1}
-        else:
-            save_file(tensors, str(folder / "model.safetensors"))
-            config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1}
-        (folder / "config.json").write_text(json.dumps(config))
-        assert drafts(folder) == expected
-    prefixed = {f"medusa_heads.{key}": value.clone() for key, value in theirs.items()}
-    save_file(prefixed, str(tmp_path / "vllms" / "model.safetensors"))
-    assert drafts(tmp_path / "vllms") == expected
+        tensors[f"blocks.{head}.layers.0.weight"] = heads.block_weight[head, 0]
+        tensors[f"blocks.{head}.layers.0.bias"] = heads.block_bias[head, 0]
+        tensors[f"lm_heads.{head}.weight"] = heads.output_weight[head]
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert drafts(tmp_path) == expected
+    save_fasterdecoding(heads, tmp_path / "theirs")
+    theirs = torch.load(tmp_path / "theirs" / "medusa_lm_head.pt")
+    prefixed = {f"medusa_heads.{name}": tensor for name, tensor in theirs.items()}
+    save_file(prefixed, str(tmp_path / "model.safetensors"))
+    assert drafts(tmp_path) == expected
 
 
 def test_more_heads_in_the_file_than_the_configuration_says(tmp_path):

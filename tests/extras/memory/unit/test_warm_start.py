@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -250,20 +249,6 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
         finish_job(saving)
     levels = [record.levelname for record in {*caplog.records}]
     assert levels.count("WARNING") == 2, "it warns again of what fails after it went well"
-
-
-def test_no_damage_stops_a_start(tmp_path):
-    run_once(tmp_path)
-    [path] = tmp_path.glob("*.store")
-    content, rng = path.read_bytes(), random.Random(0)
-    for _ in range(50):
-        damaged = bytearray(content)
-        for _ in range(rng.randrange(1, 5)):
-            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        path.write_bytes(damaged[: rng.randrange(len(damaged) + 1)])
-        saving, drafter = start(tmp_path)
-        drafted(drafter, [5, 10, 11])
-        saving.closed()
 
 
 def test_the_texts_of_a_union_are_those_of_its_parts(tmp_path):

@@ -84,13 +84,6 @@ def test_a_candidates_children_are_as_likely_as_after_it():
     assert odds == pytest.approx({1: 1 / 9, 2: 4, 30: 1 / 2}, rel=0.25)
 
 
-@pytest.mark.parametrize("limits", [{"max_nodes": 2}, {"max_depth": 2}])
-def test_the_limits_of_a_request_hold(limits):
-    [tree] = make_union(Chain()).propose([make_request([5, 6, 7], **limits)])
-    assert tree.token_list[:2] == [1, 2]
-    assert max(map(len, paths_of(tree))) == 2
-
-
 def test_heads_without_probability_leave_the_drafts_of_n_grams():
     requests = [make_request(TEXT * 3)]
     [alone] = make_drafter().propose(requests)
