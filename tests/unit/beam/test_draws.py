@@ -92,14 +92,3 @@ def test_rules_and_rows_that_are_no_numbers():
     assert (drawn.rows[possible] == 0).all()
     assert drawn.token_ids[drawn.keys.argmax()] == 1
     np.testing.assert_allclose(drawn.logprobs[possible], -np.log(VOCAB), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"do_sample": False}, {"top_k": 5}, {"top_p": 0.9}, {"min_tokens": 1}, {"bad_words": ((3,),)}],
-)
-def test_what_is_not_drawn_out_of_all(options):
-    search_settings = SearchSettings(
-        **{"beam_width": 2, "max_new_tokens": 3, "do_sample": True, **options}
-    )
-    assert BeamSearch(search_settings).draws(0) is None

@@ -43,6 +43,24 @@ def tied_logits(random, rows: int, vocab: int, levels: int) -> np.ndarray:
     return logits[random.integers(rows, size=rows)]
 
 
+def random_rules(random, masks: str, rows: int, logprobs: np.ndarray) -> TokenRules:
+    """Rules of random tokens, which are applied to `logprobs`."""
+    vocab = logprobs.shape[1]
+    biased = random.permutation(vocab)[: random.integers(vocab + 1)]
+    bias = STEP * random.integers(-300, 300, size=biased.size).astype(np.float32)
+    logprobs[:, biased] += bias
+    if masks == "none":
+        return TokenRules(biased, bias, None)
+    bits = np.zeros((1 if masks == "one for all" else rows, -(-vocab // 32) * 32), dtype=np.uint8)
+    bits[:, :vocab] = random.random((len(bits), vocab)) < 0.3
+    if masks == "too few words":
+        bits = bits[:, : max(32, bits.shape[1] - 32)]
+    allowed = np.zeros(logprobs.shape, dtype=bool)
+    allowed[:, : bits.shape[1]] = bits[:, :vocab]
+    logprobs[~allowed] = -np.inf
+    return TokenRules(biased, bias, np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
 @given(
     rows=st.integers(1, 9),
     chunk=st.sampled_from([1, 300, 1 << 18]),
@@ -52,11 +70,12 @@ def tied_logits(random, rows: int, vocab: int, levels: int) -> np.ndarray:
     forbidden=st.sampled_from([0.0, 0.3, 0.99]),
     scale=st.sampled_from([1, 2**14]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    masks=st.sampled_from(["no rules"] * 4 + ["none", "one for all", "each", "too few words"]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_equals_sorting_everything(
-    rows, chunk, vocab, count, levels, forbidden, scale, dtype, seed
+    rows, chunk, vocab, count, levels, forbidden, scale, dtype, masks, seed
 ):
     random = np.random.default_rng(seed)
     values = tied_logits(random, rows, vocab, levels)
@@ -65,69 +84,35 @@ def test_equals_sorting_everything(
     totals = -scale * STEP * random.integers(min(levels, 30), size=rows).astype(np.float32)
     logits = torch.from_numpy(values).to(dtype)
     logprobs = log_softmax(logits.float().numpy())
-    with patch.object(blocks, "_CHUNK", chunk):
-        candidates = select_best(logits, totals, count)
-    pairs = list(zip(candidates.rows.tolist(), candidates.token_ids.tolist(), strict=True))
-    assert sorted(pairs) == ranked(logprobs, totals, count)
-    assert np.array_equal(candidates.logprobs, logprobs[candidates.rows, candidates.token_ids])
-    # One search next to another, whose rows are the same in another order.
-    others = random.permutation(rows)
-    both = torch.cat([logits[others], logits])
-    other, launched = launch_best(both, [totals[others], totals], count).fetch()
-    assert all(map(np.array_equal, launched, candidates))
-    expected = select_best(logits[others], totals[others], count)
-    assert all(map(np.array_equal, other, expected))
-    # By row, best first within a row; the smaller token of two equal ones.
-    keys = [(row, -logprobs[row, token], token) for row, token in pairs]
-    assert keys == sorted(keys)
-
-
-@given(
-    rows=st.integers(1, 5),
-    vocab=st.sampled_from([3, BLOCK + 1, 3 * BLOCK]),
-    count=st.integers(1, 40),
-    masks=st.sampled_from(["none", "one for all", "each", "too few words"]),
-    seed=st.integers(0, 10**6),
-)
-@settings(max_examples=80, deadline=None)
-def test_rules_come_before_the_choice(rows, vocab, count, masks, seed):
-    random = np.random.default_rng(seed)
-    logits = tied_logits(random, rows, vocab, 400)
-    logprobs = log_softmax(logits)
-    biased = random.permutation(vocab)[: random.integers(vocab + 1)]
-    bias = STEP * random.integers(-300, 300, size=biased.size).astype(np.float32)
-    bits = np.zeros((1 if masks == "one for all" else rows, -(-vocab // 32) * 32), dtype=np.uint8)
-    bits[:, :vocab] = random.random((len(bits), vocab)) < 0.3
-    if masks == "too few words":
-        bits = bits[:, : max(32, bits.shape[1] - 32)]
-    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-    rules = TokenRules(biased, bias, None if masks == "none" else words)
     ruled = logprobs.copy()
-    ruled[:, biased] += bias
-    if masks != "none":
-        allowed = np.zeros(logprobs.shape, dtype=bool)
-        allowed[:, : bits.shape[1]] = bits[:, :vocab]
-        ruled[~allowed] = -np.inf
-    totals = -STEP * random.integers(30, size=rows).astype(np.float32)
-
-    candidates = select_best(torch.from_numpy(logits), totals, count, rules)
+    rules = None if masks == "no rules" else random_rules(random, masks, rows, ruled)
+    with patch.object(blocks, "_CHUNK", chunk):
+        candidates = select_best(logits, totals, count, rules)
     pairs = list(zip(candidates.rows.tolist(), candidates.token_ids.tolist(), strict=True))
     assert sorted(pairs) == ranked(ruled, totals, count)
     assert np.array_equal(candidates.logprobs, logprobs[candidates.rows, candidates.token_ids])
+    # By row, best first within a row; the smaller token of two equal ones.
     keys = [(row, -ruled[row, token], token) for row, token in pairs]
     assert keys == sorted(keys)
-    (launched,) = launch_best(torch.from_numpy(logits), [totals], count, rules).fetch()
+    if rules is None:
+        # One search next to another, whose rows are the same in another order.
+        others = random.permutation(rows)
+        both = torch.cat([logits[others], logits])
+        other, launched = launch_best(both, [totals[others], totals], count).fetch()
+        expected = select_best(logits[others], totals[others], count)
+        assert all(map(np.array_equal, other, expected))
+    else:
+        (launched,) = launch_best(logits, [totals], count, rules).fetch()
     assert all(map(np.array_equal, launched, candidates))
 
-    candidates = best_of_rows(torch.from_numpy(logits), min(count, vocab), rules).fetch()
-    token_ids, values = (
-        candidates.token_ids.reshape(rows, -1),
-        candidates.logprobs.reshape(rows, -1),
-    )
-    best = -np.sort(-ruled, axis=1)[:, : min(count, vocab)]
-    assert np.array_equal(np.take_along_axis(ruled, token_ids, 1), best)
-    raw = np.take_along_axis(logprobs, token_ids, 1)
-    assert np.array_equal(values, np.where(best == -np.inf, -np.inf, raw))
+    of_rows = best_of_rows(logits, min(count, vocab), rules).fetch()
+    sound = ~np.isnan(logprobs).any(axis=1)  # a row may have no token
+    token_ids = of_rows.token_ids.reshape(rows, -1)[sound]
+    best = -np.sort(-ruled[sound], axis=1)[:, :count]
+    assert np.array_equal(np.take_along_axis(ruled[sound], token_ids, 1), best)
+    raw = np.take_along_axis(logprobs[sound], token_ids, 1)
+    raw[best == -np.inf] = -np.inf
+    assert np.array_equal(of_rows.logprobs.reshape(rows, -1)[sound], raw)
 
 
 def test_rows_with_nan_have_no_continuations():
@@ -180,15 +165,22 @@ def test_search_equals_the_best_of_every_row_and_the_reference(search_settings, 
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "of_all", "draws"),
     [
-        {"min_tokens": 2, "stop_token_ids": (0,)},
-        {"repetition_penalty": 1.2},
-        {"bad_words": ((3,),)},
-        {"no_repeat_ngram_size": 2},
-        {"do_sample": True},
-        {"num_beam_groups": 2},
+        ({}, True, False),
+        ({"stop_token_ids": (0,), "min_tokens": 2}, False, False),
+        ({"repetition_penalty": 1.2}, False, False),
+        ({"bad_words": ((3,),)}, False, False),
+        ({"no_repeat_ngram_size": 2}, False, False),
+        ({"num_beam_groups": 2}, False, False),
+        ({"do_sample": True}, False, True),
+        ({"do_sample": True, "top_k": 5}, False, False),
+        ({"do_sample": True, "top_p": 0.9}, False, False),
+        ({"do_sample": True, "min_tokens": 1}, False, False),
+        ({"do_sample": True, "bad_words": ((3,),)}, False, False),
     ],
 )
-def test_rules_need_the_best_of_every_row(options):
-    assert not BeamSearch(SearchSettings(4, 5, **options)).takes_best_of_all
+def test_who_chooses_out_of_all_rows_together(options, of_all, draws):
+    search = BeamSearch(SearchSettings(4, 5, **options))
+    assert search.takes_best_of_all == of_all
+    assert (search.draws(0) is not None) == draws
