@@ -27,7 +27,7 @@ TESTS = [
     f"tests/unit/{name}.py"
     for name in (
         "beam/test_settings",
-        "drafters/test_archive",
+        "drafters/test_ngram_index",
         "drafters/test_ngram_trie",
         "drafters/test_registry",
         "drafters/test_store",

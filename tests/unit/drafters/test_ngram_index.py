@@ -136,8 +136,22 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
     )
 
 
+def archive_of(text: list[int], max_order: int) -> native.NativeArchive:
+    index, tokens = native.NativeIndex(max_order), np.array([*text, -1], dtype=np.int32)
+    index.add_text(tokens)
+    nodes, table = (np.frombuffer(array, dtype=np.uint8).copy() for array in index.arrays())
+    return native.NativeArchive(nodes, table.view(np.int32), tokens, max_order, 9)
+
+
+def test_an_archive_with_tokens_outside_the_vocabulary_is_refused():
+    archive_of([*range(9)], 8)
+    with pytest.raises(ValueError, match="do not form an n-gram index"):
+        archive_of([*range(10)], 8)
+
+
 @given(
     edits,
+    st.one_of(st.none(), texts),
     st.lists(st.integers(0, 3), max_size=40),
     st.integers(1, 8),
     st.integers(0, 40),
@@ -152,20 +166,24 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
     st.integers(0, 4),
 )
 def test_compiled_core_equals_its_twin(
-    edits, text, max_order, num_indexed, limits, candidates, blend, answer
+    edits, archived, text, max_order, num_indexed, limits, candidates, blend, answer
 ):
     backends = (NativeBackend(blend), PythonBackend(blend))
     in_order = candidates and candidates._replace(transitions=None)
     no_candidates = candidates and Candidates(candidates.tokens[:0], candidates.probabilities[:0])
+    archives = None, None
+    if archived is not None:
+        archives = archive_of(archived, max_order), NgramIndex(max_order)
+        archives[1].add_text(np.array([*archived, -1], dtype=np.int32))
     drafts = []
-    for backend in backends:
+    for backend, archive in zip(backends, archives, strict=True):
         store = backend.new_index(max_order)
         apply(store, edits)
         index = backend.new_index(max_order)
         tokens = np.array(text, dtype=np.int32)
         num_indexed = min(num_indexed, len(text))
-        shorter = Job(index, store, None, tokens[: len(text) // 2], 0, *limits)
-        job = Job(index, store, None, tokens, num_indexed, *limits)
+        shorter = Job(index, store, archive, tokens[: len(text) // 2], 0, *limits)
+        job = Job(index, store, archive, tokens, num_indexed, *limits)
         half = shorter._replace(num_indexed=min(num_indexed, len(text) // 2))
         answered = job._replace(answer=answer, output_begin=max(0, len(text) - 1 - answer))
         heads_alone = Job(None, None, None, tokens, 0, *limits)
