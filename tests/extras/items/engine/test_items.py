@@ -1,6 +1,13 @@
-"""Searches inside a catalogue: parity with Hugging Face, traffic, refusals, new versions."""
+"""Searches inside a catalogue: parity with Hugging Face, traffic, refusals, new versions.
 
+A catalogue of a million items at width 400, which takes minutes:
+
+    ITEMS_PARITY=1000000,400 python -m pytest tests/extras/items/engine/test_items.py -k hugging
+"""
+
+import functools
 import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,10 +30,11 @@ from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())
 EOS = 0
-EQUAL = random_items(1, 10_000, 0, (4, 4), branching=200)
-MIXED = random_items(2, 3_000, 0, (1, 5), branching=300)
+NUM_ITEMS, WIDTH = map(int, os.environ.get("ITEMS_PARITY", "10000,50").split(","))
+EQUAL = random_items(1, NUM_ITEMS, 0, (4, 4), branching=200)
+MIXED = random_items(2, NUM_ITEMS * 3 // 10, 0, (1, 5), branching=300)
 FEW = {(5, 6): 1, (5, 6, 7): 2, (9,): 3}
-OPTIONS = {"max_num_seqs": 64, "max_model_len": 256, "block_size": 32}
+OPTIONS = {"max_num_seqs": WIDTH + 14, "max_model_len": 256, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +66,38 @@ def items_params(width, items, n=None, max_tokens=12, **options):
 
 
 CASES = [
-    # prompt, width, catalogue, items, items_end
-    (prompt(1, 30), 4, "equal", EQUAL, "complete"),
-    (prompt(2, 40), 50, "equal", EQUAL, "complete"),
-    (prompt(3, 33), 4, "mixed", MIXED, "eos"),
-    (prompt(4, 50), 50, "mixed", MIXED, "eos"),
+    # prompt, width, catalogue, items, items_end, early_stopping
+    (prompt(1, 30), 4, "equal", EQUAL, "complete", False),
+    (prompt(2, 40), WIDTH, "equal", EQUAL, "complete", False),
+    (prompt(3, 33), 4, "mixed", MIXED, "eos", True),
+    (prompt(4, 50), WIDTH, "mixed", MIXED, "eos", False),
+    (prompt(5, 60), WIDTH, "mixed", MIXED, "eos", True),
+    (prompt(6, 45), WIDTH, "mixed", MIXED, "complete", False),
 ]
 
 
-def check(case, result):
-    token_ids, width, _, items, items_end = case
+@functools.cache
+def expected_of(number):
+    token_ids, width, _, items, items_end, early_stopping = CASES[number]
     eos = EOS if items_end == "eos" else None
     plain = PlainTrie(items)
-    longest = max(map(len, items))
-    expected = constrained_search(
-        SHIPPED, token_ids, width, longest + (eos is not None),
-        lambda path: plain.allowed(path, eos), eos,
+    longest = max(map(len, items)) + (eos is not None)
+    return constrained_search(
+        SHIPPED, token_ids, width, longest, lambda path: plain.allowed(path, eos), eos,
+        early_stopping,
     )  # fmt: skip
-    assert [list(output.token_ids) for output in result.outputs] == [e.token_ids for e in expected]
-    scores = [output.score for output in result.outputs]
-    assert scores == pytest.approx([hypothesis.score for hypothesis in expected], abs=1e-4)
+
+
+def check(number, result):
+    _, width, _, items, items_end, _ = CASES[number]
+    eos = EOS if items_end == "eos" else None
+    if eos is not None or items is EQUAL:  # Hugging Face ends no item that others begin with
+        outputs = [list(output.token_ids) for output in result.outputs]
+        assert outputs == [hypothesis.token_ids for hypothesis in expected_of(number)]
+        scores = [output.score for output in result.outputs]
+        expected = [hypothesis.score for hypothesis in expected_of(number)]
+        assert scores == pytest.approx(expected, abs=1e-4)
+    assert len({output.item for output in result.outputs}) == width
     for output in result.outputs:
         tokens = tuple(output.token_ids if eos is None else output.token_ids[:-1])
         text_ids = items is MIXED
@@ -94,14 +114,19 @@ def check(case, result):
     [
         pytest.param({}, id="plain"),
         pytest.param({"async_scheduling": True}, id="asynchronous"),
-        pytest.param({"max_num_batched_tokens": 70}, id="chunked prefill"),
-        pytest.param({"num_gpu_blocks_override": 54}, id="preemption"),
+        pytest.param({"max_num_batched_tokens": WIDTH + 20}, id="chunked prefill"),
+        pytest.param({"num_gpu_blocks_override": WIDTH + 4}, id="preemption"),
+        pytest.param(
+            {"max_num_batched_tokens": WIDTH + 20, "num_gpu_blocks_override": WIDTH + 4},
+            id="chunked prefill and preemption",
+        ),
         pytest.param(
             {"speculative_config": {"method": "ngram_trie", "num_speculative_tokens": 8}},
             id="beside drafts",
         ),
     ],
 )
+@pytest.mark.timeout(300 + NUM_ITEMS // 500)
 def test_equals_hugging_face_in_a_batch(items_engine, options):
     from vllm import SamplingParams
 
@@ -111,10 +136,13 @@ def test_equals_hugging_face_in_a_batch(items_engine, options):
     beams = SamplingParams(n=3, temperature=0.0, max_tokens=8, extra_args={"beam_width": 3})
     alone = llm.generate(ordinary, greedy[:-1] + [beams], use_tqdm=False)
     searched = [{"prompt_token_ids": list(case[0])} for case in CASES]
-    searches = [items_params(case[1], case[2], items_end=case[4]) for case in CASES]
+    searches = [
+        items_params(width, name, items_end=items_end, early_stopping=early_stopping)
+        for _, width, name, _, items_end, early_stopping in CASES
+    ]
     results = llm.generate(searched + ordinary, searches + greedy[:-1] + [beams], use_tqdm=False)
-    for case, result in zip(CASES, results, strict=False):
-        check(case, result)
+    for number in range(len(CASES)):
+        check(number, results[number])
     for before, after in zip(alone, results[len(CASES) :], strict=True):
         for one, other in zip(before.outputs, after.outputs, strict=True):
             assert list(one.token_ids) == list(other.token_ids)

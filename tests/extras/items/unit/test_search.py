@@ -1,4 +1,4 @@
-"""The constrained search against the reference and Hugging Face's prefix_allowed_tokens_fn."""
+"""The constrained search against the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.beam.oracle import constrained_search, load
 from tests.extras.items.unit.catalogues import (
     PlainTrie,
     random_items,
@@ -27,7 +26,6 @@ from vllm_trie.extras.items.search import GroupItems
 from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
 from vllm_trie.extras.items.step import ItemStep, best_continuations
 from vllm_trie.extras.items.worker import ItemSelection
-from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.searches import Draws, SearchSettings
 from vllm_trie.searches.blocks import TokenRules
 from vllm_trie.searches.engine.search_wire import TokenSelection
@@ -97,11 +95,13 @@ def catalogues(tmp_path_factory):
     normalize=st.sampled_from(["vocabulary", "valid"]),
     weight_factor=st.sampled_from([0.0, 0.0, 1.0, -3.0]),
     rules=st.sampled_from([None, *RULES]),
+    missing=st.sampled_from([0, 0, 1]),
 )
 def test_equals_reference(
     catalogues, number, width, seed, length_penalty, early_stopping, eos, normalize, weight_factor,
-    rules,
+    rules, missing,
 ):  # fmt: skip
+    """With too few tokens for the longest items, if `missing`."""
     trie, plain = catalogues[number]
     if rules is not None:
         plain = PlainTrie(selected_items(plain.items, plain.items, rules))
@@ -109,7 +109,7 @@ def test_equals_reference(
     weights = {tokens: weight_factor * weight_of(value) for tokens, value in plain.items.items()}
     search_settings = SearchSettings(
         beam_width=width,
-        max_new_tokens=catalogues[number][0].max_length + (eos is not None),
+        max_new_tokens=catalogues[number][0].max_length + (-missing if eos is None else 1),
         stop_token_ids=() if eos is None else (eos,),
         length_penalty=length_penalty,
         early_stopping=early_stopping,
@@ -167,67 +167,6 @@ def test_steps_tell_how_many_children_are_valid(catalogues, eos):
     ):
         expected = [len(step.trie.children(np.array([node])).nodes) for node in nodes]
         assert best.num_children.tolist() == expected
-
-
-def test_fewer_items_than_the_width(catalogues):
-    trie, plain = catalogues[0]
-    search_settings = SearchSettings(beam_width=50, max_new_tokens=trie.max_length)
-    model = random_model(0, vocab=VOCAB)
-    search = run_items(
-        lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])), trie, search_settings
-    )
-    item_ids = [search.described(hypothesis)[0] for hypothesis in search.hypotheses()]
-    assert sorted(item_ids) == sorted(plain.items.values())
-
-
-def test_an_incomplete_hypothesis_is_dropped_at_the_greatest_length(catalogues):
-    trie, _ = catalogues[3]
-    model = random_model(0, vocab=VOCAB)
-    search = run_items(
-        lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])),
-        trie,
-        SearchSettings(beam_width=5, max_new_tokens=trie.max_length - 1),
-    )
-    assert search.search.done
-    assert search.search.hypotheses() == []
-
-
-@pytest.mark.parametrize(
-    ("width", "count", "lengths", "eos", "early_stopping"),
-    [
-        (4, 100, (4, 4), None, False),
-        (50, 10_000, (3, 3), None, False),
-        (200, 3_000, (4, 4), None, False),
-        (4, 100, (3, 8), EOS, False),
-        (50, 10_000, (3, 8), EOS, False),
-        (50, 3_000, (3, 5), EOS, True),
-        (200, 3_000, (3, 5), EOS, False),
-    ],
-)
-def test_equals_hugging_face(tmp_path, width, count, lengths, eos, early_stopping):
-    model = load(str(model_path()))
-    items = random_items(width, count, 0, lengths, branching=200)
-    trie, plain = trie_of(tmp_path / "items.trie", items), PlainTrie(items)
-    prompt = [100, 20, 30, 44, 5, 600, 7]
-    search_settings = SearchSettings(
-        beam_width=width,
-        max_new_tokens=trie.max_length + (eos is not None),
-        stop_token_ids=() if eos is None else (eos,),
-        early_stopping=early_stopping,
-    )
-
-    def next_logits(rows):
-        with torch.no_grad():
-            return model(torch.tensor([[*prompt, *row] for row in rows])).logits[:, -1]
-
-    search = run_items(next_logits, trie, search_settings, eos)
-    hypotheses = search.search.hypotheses()
-    expected = constrained_search(
-        str(model_path()), prompt, width, search_settings.max_new_tokens,
-        lambda path: plain.allowed(path, eos), eos, early_stopping,
-    )  # fmt: skip
-    assert tokens_of(hypotheses) == tokens_of(expected)
-    np.testing.assert_allclose(scores_of(hypotheses), scores_of(expected), atol=1e-4)
 
 
 def nodes_at(trie, random, count: int) -> np.ndarray:
