@@ -15,8 +15,6 @@ import vllm_trie
 from vllm_trie.drafts import Drafter, available_methods, registry
 from vllm_trie.drafts.drafter import DrafterOptions
 from vllm_trie.drafts.engine.config import PROPOSER_CLASS, SPECULATOR_CLASS, read
-from vllm_trie.drafts.engine.start import arguments as misspelled
-from vllm_trie.drafts.engine.start import translate as translation
 from vllm_trie.drafts.engine.start.arguments import meant, refuse_misspelled_method
 from vllm_trie.drafts.engine.start.translate import (
     DEFAULT_NODES,
@@ -58,16 +56,6 @@ def _second():
     registry.register(Second)
     yield
     registry.unregister(Second)
-
-
-@pytest.fixture(autouse=True)
-def _vllm(monkeypatch):
-    """Some fields and methods of vLLM's; importing it takes longer than all these tests."""
-    fields = {"method", "model", "num_speculative_tokens", "quantization", "draft_sample_method"}
-    fields |= {"prompt_lookup_max", "suffix_decoding_max_tree_depth"}
-    fields |= {"num_speculative_tokens_per_batch_size"}
-    monkeypatch.setattr(translation, "_speculative_config_fields", lambda: frozenset(fields))
-    monkeypatch.setattr(misspelled, "vllm_methods", lambda: THEIRS)
 
 
 def arguments(speculative: Any = None, ours: Any = None, **flags: Any) -> SimpleNamespace:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
@@ -17,8 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.engine.beam.simulation import prepare_params
 from tests.engine.prompts import tokenizer
-from vllm_trie.hooks.ledger.installation import Installation
-from vllm_trie.hooks.ledger.table import entries_here
+from tests.unit.hooks.frontend import engine_request, output_hooks
 from vllm_trie.hooks.wire import SEARCH_KEY
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
 from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
@@ -30,22 +29,8 @@ PROMPT = tokenizer().encode("def café(self):\n    return 'naïve'\n" * 12)
 
 @pytest.fixture
 def patched():
-    installation = Installation()
-    if not hasattr(OutputProcessor.add_request, "__wrapped__"):  # by the plugin itself
-        for patch in entries_here("beam"):
-            if patch.wrapper and "output_processor" in patch.target:
-                installation.apply(patch)
-    yield
-    installation.undo()
-
-
-def made(params: SamplingParams) -> EngineCoreRequest:
-    request = EngineCoreRequest(
-        "a", PROMPT, None, params, None, arrival_time=0.0, lora_request=None, cache_salt=None,
-        data_parallel_rank=None,
-    )  # fmt: skip
-    request.external_req_id = "A"
-    return request
+    with output_hooks("beam"):
+        yield
 
 
 def answer(num_logprobs: int | None) -> tuple[list[list[int]], LogprobsLists | None]:
@@ -60,12 +45,15 @@ def answer(num_logprobs: int | None) -> tuple[list[list[int]], LogprobsLists | N
 
 
 def as_vllm_does(params: SamplingParams, num_logprobs: int | None) -> list[Any]:
-    processor, request = OutputProcessor(tokenizer(), log_stats=False), made(params)
+    processor, request = (
+        OutputProcessor(tokenizer(), log_stats=False),
+        engine_request(PROMPT, params),
+    )
     parent, start, outputs = ParentRequest(request), 0, []
     tokens, logprobs = answer(num_logprobs)
     for index, token_ids in enumerate(tokens):
         name, child_params = parent.get_child_info(index)
-        child = made(child_params)
+        child = engine_request(PROMPT, child_params)
         child.request_id = name
         processor.add_request(child, "text", parent, index)
         some = logprobs and logprobs.slice_request(start, len(token_ids))
@@ -87,10 +75,8 @@ def stop(index: int) -> int | None:
 
 
 def as_a_search(params: SamplingParams, num_logprobs: int | None = None) -> list[Any]:
-    processor, request = (
-        OutputProcessor(tokenizer(), log_stats=False),
-        made(prepare_params(params)),
-    )
+    processor = OutputProcessor(tokenizer(), log_stats=False)
+    request = engine_request(PROMPT, prepare_params(params))
     assert request.params.n == 1
     processor.add_request(request, "text", None, 0)
     tokens, logprobs = answer(num_logprobs)
@@ -149,10 +135,8 @@ def test_outputs(options, kind):
 @pytest.mark.usefixtures("patched")
 def test_an_aborted_search_has_all_its_outputs():
     params = SamplingParams(n=3, extra_args={"beam_width": 4})
-    processor, request = (
-        OutputProcessor(tokenizer(), log_stats=False),
-        made(prepare_params(params)),
-    )
+    processor = OutputProcessor(tokenizer(), log_stats=False)
+    request = engine_request(PROMPT, prepare_params(params))
     queue: list[Any] = []
     processor.add_request(request, "text", None, 0, type("Queue", (), {"put": queue.append}))
     assert processor.abort_requests(["A"], internal=False) == ["a"]

@@ -14,16 +14,15 @@ from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
 from tests.engine.prompts import tokenizer
+from tests.unit.hooks.frontend import engine_request, output_hooks
 from vllm_trie.drafts.engine.frontend import token_streams
 from vllm_trie.drafts.engine.frontend.token_streams import MOST_WAITING, TokenCollector
-from vllm_trie.hooks.ledger.installation import Installation
-from vllm_trie.hooks.ledger.table import entries_here
 from vllm_trie.lab.tiny_model import model_path
 
 PROMPT = tokenizer().encode("def main():\n")
@@ -35,13 +34,8 @@ CUTS = (1, 5, 6, 9, len(ANSWER))
 
 @pytest.fixture
 def patched():
-    installation = Installation()
-    if not hasattr(OutputProcessor.process_outputs, "__wrapped__"):  # by the plugin itself
-        for patch in entries_here("speculation"):
-            if patch.wrapper and "output_processor" in patch.target:
-                installation.apply(patch)
-    yield
-    installation.undo()
+    with output_hooks("speculation"):
+        yield
 
 
 @functools.cache
@@ -78,11 +72,7 @@ def stream(
     """The outputs that a client gets who reads after each message, and the statistics."""
     kind = RequestOutputKind.DELTA
     settings = SamplingParams(output_kind=kind, logprobs=1, max_tokens=len(answer), **params)
-    request = EngineCoreRequest(
-        "a", PROMPT, None, settings, None, arrival_time=0.0, lora_request=None, cache_salt=None,
-        data_parallel_rank=None,
-    )  # fmt: skip
-    request.external_req_id = "A"
+    request = engine_request(PROMPT, settings)
     processor, stats = OutputProcessor(thinking_tokenizer(), log_stats=True), IterationStats()
     before = token_streams._splits.set(splits)
     queue = TokenCollector(kind, "a")

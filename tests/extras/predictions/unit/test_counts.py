@@ -13,29 +13,23 @@ import pytest
 from vllm import SamplingParams
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from tests.engine.prompts import tokenizer
+from tests.unit.hooks.frontend import engine_request, output_hooks
 from vllm_trie.extras.predictions import counts as module
 from vllm_trie.extras.predictions.counts import CARRIED, COUNTS
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks import ledger
-from vllm_trie.hooks.ledger.installation import Installation
-from vllm_trie.hooks.ledger.table import entries_here
 
 TOKENS = tokenizer().encode("def count_words(lines):")
 
 
 @pytest.fixture(autouse=True)
 def _patched():
-    installation = Installation()
-    if not hasattr(OutputProcessor.add_request, "__wrapped__"):  # by the plugin itself
-        for patch in entries_here("speculation"):
-            if patch.target.startswith(("vllm.v1.engine.output_processor", "vllm.outputs")):
-                installation.apply(patch)
-    yield
-    installation.undo()
+    with output_hooks("speculation"):
+        yield
 
 
 class Request:
@@ -44,11 +38,7 @@ class Request:
     def __init__(self, queue: Any = None, predicts: bool = True, **options: Any) -> None:
         extra_args = {PREDICTION: b""} if predicts else {}
         params = SamplingParams(extra_args=extra_args, **options)
-        request = EngineCoreRequest(
-            "a", [5], None, params, None, arrival_time=0.0, lora_request=None, cache_salt=None,
-            data_parallel_rank=None,
-        )  # fmt: skip
-        request.external_req_id = "A"
+        request = engine_request([5], params)
         self._processor = OutputProcessor(tokenizer(), log_stats=False)
         self._processor.add_request(request, "text", None, 0, queue)
 
