@@ -334,7 +334,7 @@ def test_drafts_are_weighed_against_steps_that_nobody_waits_for(seconds, keeps):
 
 
 class _Device(NamedTuple):
-    """Seconds of a step where drafting waits, of a batch.
+    """Seconds of a step of a batch.
 
     Attributes:
         plain, waited: Without nodes, and of one that the host waits for.
@@ -349,35 +349,43 @@ class _Device(NamedTuple):
     drafting: float = 2e-4
 
 
-def _decode_on_v2(
+def _decode(
     budget: NodeBudget,
     num_steps: int,
     edge: float,
     device: _Device = _Device(),  # noqa: B008
-    predicted: float | None = None,
+    chain: np.ndarray | None = None,
     share_drafted: float = 1.0,
+    busy: bool = False,
+    varies: bool = False,
+    seed: int = 0,
 ) -> tuple[float, float]:
-    """Decode where drafting waits; return the nodes a step and request, and the speed, with plain
-    decoding's as 1.
+    """Decode; return the nodes a step and request, and the speed, with plain decoding's as 1.
 
     Args:
         edge: Probability of each node, given its parent.
-        predicted: What the drafter takes it for.
+        chain: What the drafter predicts for the nodes.
         share_drafted: Of the requests, for which the drafter finds a chain.
+        busy: Other programs make steps up to four times longer, for forty steps on average, and
+            interrupt some of them.
+        varies: Whether some chains are likelier than others.
     """
-    rng = np.random.default_rng(0)
-    num_rows, chain = device.num_rows, (predicted or edge) ** np.arange(1, 9)
+    rng = np.random.default_rng(seed)
+    num_rows, chain = device.num_rows, edge ** np.arange(1, 9) if chain is None else chain
     kept, num_ahead = [TokenTree.empty()] * num_rows, 0
-    seconds, num_tokens, total = 0.0, 0, 0
+    seconds, num_tokens, total, load = 0.0, 0, 0, 1.0
     for _ in range(num_steps):
+        if busy and rng.random() < 1 / 40:
+            load = rng.choice([1.0, 2.0, 4.0])
         num_nodes = sum(tree.num_nodes for tree in kept)
         total += num_nodes
         drafts = budget.should_draft(num_rows)
         right = [range(min(rng.geometric(1.0 - edge) - 1, tree.num_nodes)) for tree in kept]
         num_tokens += num_rows + sum(map(len, right))
-        if drafts or num_nodes:
+        if drafts or num_nodes or not budget.drafting_waits:
             budget.observe_verified(kept, right)
-            took = device.waited + device.node * num_nodes
+            took = (device.waited + device.node * num_nodes) * load
+            took *= 1 + (rng.exponential(0.8) if load > 1 else 0.0)
             if not (drafts and num_ahead):  # that step began behind others
                 budget.observe_step(num_rows + num_nodes, took)
             num_ahead = 0
@@ -389,9 +397,10 @@ def _decode_on_v2(
         seconds += took
         kept = [TokenTree.empty()] * num_rows
         if drafts:
-            seconds += device.drafting
-            budget.observe_drafting(device.drafting)
-            likely = _chain(chain[chain >= budget.least_probability(num_rows)].tolist())
+            seconds += device.drafting * load
+            budget.observe_drafting(device.drafting * load)
+            predicted = chain ** (rng.uniform(0.5, 2.0) if varies else 1.0)
+            likely = _chain(predicted[predicted >= budget.least_probability(num_rows)].tolist())
             drafted = rng.random(num_rows) < share_drafted
             kept = budget.cut([likely if has else TokenTree.empty() for has in drafted], num_rows)
     return total / num_steps / num_rows, num_tokens * device.plain / num_rows / seconds
@@ -403,14 +412,14 @@ def _v2_budget() -> NodeBudget:
 
 def test_pauses_do_not_outlive_a_change_of_load():
     budget, loaded = _v2_budget(), _Device(plain=24e-3, waited=26.4e-3, node=3e-5)
-    _decode_on_v2(budget, 500, 0.75, loaded)
-    _decode_on_v2(budget, 300, 0.02, loaded)
-    assert _decode_on_v2(budget, 700, 0.02)[0] < 0.1
-    assert _decode_on_v2(budget, 2000, 0.5)[0] > 4.0
+    _decode(budget, 500, 0.75, loaded)
+    _decode(budget, 300, 0.02, loaded)
+    assert _decode(budget, 700, 0.02)[0] < 0.1
+    assert _decode(budget, 2000, 0.5)[0] > 4.0
 
 
 def test_what_waits_cost_is_learned_without_a_refused_draft():
-    assert _decode_on_v2(_v2_budget(), 2000, 0.15, _Device(waited=10.7e-3))[0] < 0.5
+    assert _decode(_v2_budget(), 2000, 0.15, _Device(waited=10.7e-3))[0] < 0.5
 
 
 ON_A_GPU = {
@@ -433,12 +442,12 @@ def _gpu_budget() -> NodeBudget:
 def test_a_wait_is_paid_for_from_the_first_step_on(num_rows):
     """Speed of plain decoding without repetition, and a gain where texts repeat themselves."""
     device = ON_A_GPU[num_rows]
-    assert _decode_on_v2(_gpu_budget(), 300, 0.02, device, share_drafted=0.0)[1] > 0.95
-    _, unlikely = _decode_on_v2(_gpu_budget(), 300, 0.2, device)
+    assert _decode(_gpu_budget(), 300, 0.02, device, share_drafted=0.0)[1] > 0.95
+    _, unlikely = _decode(_gpu_budget(), 300, 0.2, device)
     assert unlikely > 0.95
-    _, wrong = _decode_on_v2(_gpu_budget(), 2000, 0.02, device, predicted=0.4, share_drafted=0.2)
+    _, wrong = _decode(_gpu_budget(), 2000, 0.02, device, 0.4 ** np.arange(1, 9), share_drafted=0.2)
     assert wrong > 0.95
-    nodes, speed = _decode_on_v2(_gpu_budget(), 300, 0.75, device)
+    nodes, speed = _decode(_gpu_budget(), 300, 0.75, device)
     assert nodes > 3.0
     assert speed > 1.3
 
@@ -451,98 +460,61 @@ def test_a_gain_smaller_than_the_cost_of_drafting_is_none():
         assert budget.cut([_chain([0.2])], 1)[0].num_nodes == keeps
 
 
-class _Machine:
-    """Decodes with a budget: a step takes 3 ms and 0.12 a token, and every step has the same
-    drafts, or with `varies` likelier and less likely ones."""
+def _machine(
+    num_rows: int, start: float = 3e-3, node: float = 1.2e-4
+) -> tuple[NodeBudget, _Device]:
+    """Return a machine where nothing waits, and a budget that expects its steps."""
+    plain = start + node * num_rows
+    sizes = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 257)
+    return node_budget(linear(node, *sizes, start=start)), _Device(
+        num_rows, plain, plain, node, drafting=3e-4
+    )
 
-    predicted = np.array([0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15])
 
-    def __init__(self, num_rows: int, seed: int = 0) -> None:
-        self.budget = NodeBudget()
-        self._num_rows = num_rows
-        self._rng = np.random.default_rng(seed)
-        self.expect()
-
-    def expect(self) -> None:
-        for n in (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 257):
-            self.budget.cost.expect(n, self.seconds(n))
-
-    @staticmethod
-    def seconds(num_tokens: int) -> float:
-        return 3e-3 + 1.2e-4 * num_tokens
-
-    def verified_nodes(
-        self, share_right: float, num_steps: int, busy: bool = False, varies: bool = False
-    ) -> float:
-        """Decode; return the number of verified nodes per step and request.
-
-        Args:
-            busy: Other programs make steps up to four times longer, for forty steps on average,
-                and interrupt some of them.
-        """
-        budget, num_rows, rng = self.budget, self._num_rows, self._rng
-        total, load = 0, 1.0
-        for _ in range(num_steps):
-            if busy and rng.random() < 1 / 40:
-                load = rng.choice([1.0, 2.0, 4.0])
-            kept = [TokenTree.empty()] * num_rows
-            if budget.should_draft(num_rows):
-                predicted = self.predicted ** (rng.uniform(0.5, 2.0) if varies else 1.0)
-                least = budget.least_probability(num_rows)
-                drafts = [_chain(predicted[predicted >= least].tolist())] * num_rows
-                budget.observe_drafting(3e-4 * load)
-                kept = budget.cut(drafts, num_rows)
-            right = [rng.geometric(1.0 - share_right) - 1 for _ in kept]
-            accepted = [range(min(n, tree.num_nodes)) for n, tree in zip(right, kept, strict=True)]
-            budget.observe_verified(kept, accepted)
-            num_tokens = num_rows + sum(tree.num_nodes for tree in kept)
-            interrupted = rng.exponential(0.8) if load > 1 else 0.0
-            budget.observe_step(num_tokens, self.seconds(num_tokens) * load * (1 + interrupted))
-            total += num_tokens - num_rows
-        return total / num_steps / num_rows
+PREDICTED = np.array([0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15])
 
 
 @pytest.mark.parametrize(("num_rows", "enough"), [(1, 6.0), (8, 2.5), (32, 0.9)])
 def test_rejected_probabilities_are_tried_again(num_rows, enough):
     """A text where no draft is right, then one where nearly all are."""
-    machine = _Machine(num_rows)
-    assert machine.verified_nodes(0.02, 1000) < 1.8
-    machine.verified_nodes(0.95, 1000)  # long enough to find out
-    assert machine.verified_nodes(0.95, 100) > enough
+    budget, device = _machine(num_rows)
+    assert _decode(budget, 1000, 0.02, device, PREDICTED)[0] < 1.8
+    _decode(budget, 1000, 0.95, device, PREDICTED)  # long enough to find out
+    assert _decode(budget, 100, 0.95, device, PREDICTED)[0] > enough
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_other_work_on_the_machine_does_not_change_the_choice(num_rows, seed):
-    quiet = _Machine(num_rows).verified_nodes(0.7, 1500, varies=True)
-    busy = _Machine(num_rows, seed=seed).verified_nodes(0.7, 1500, busy=True, varies=True)
+    steps = 1500, 0.7
+    budget, device = _machine(num_rows)
+    quiet = _decode(budget, *steps, device, PREDICTED, varies=True)[0]
+    budget, _ = _machine(num_rows)
+    busy = _decode(budget, *steps, device, PREDICTED, busy=True, varies=True, seed=seed)[0]
     assert busy == pytest.approx(quiet, rel=0.15)
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_sizes_that_once_seemed_slow_are_tried_again(num_rows):
     """Something else kept the machine busy whenever larger steps were measured."""
-    machine = _Machine(num_rows)
+    budget, device = _machine(num_rows)
     for _ in range(200):
-        machine.budget.observe_step(num_rows, machine.seconds(num_rows))
-        machine.budget.observe_step(9 * num_rows, 8 * machine.seconds(9 * num_rows))
-    assert machine.verified_nodes(0.95, 100) < 0.1
-    machine.verified_nodes(0.95, 8000)
-    assert machine.verified_nodes(0.95, 100) > 2.5
+        budget.observe_step(num_rows, device.plain)
+        budget.observe_step(9 * num_rows, 8 * (device.plain + 8 * num_rows * device.node))
+    assert _decode(budget, 100, 0.95, device, PREDICTED)[0] < 0.1
+    _decode(budget, 8000, 0.95, device, PREDICTED)
+    assert _decode(budget, 100, 0.95, device, PREDICTED)[0] > 2.5
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.0])
 def test_wrong_proportions_at_the_start_are_corrected(factor):
-    machine = _Machine(8)
+    budget, device = _machine(8)
     for num_tokens in (16, 17, 32, 33, 64, 65, 128, 257):
-        machine.budget.cost.expect(num_tokens, factor * machine.seconds(num_tokens))
-    machine.predicted = 0.65 ** np.arange(1, 9)
-    machine.verified_nodes(0.65, 4000)
-    assert machine.verified_nodes(0.65, 100) > 1.5
+        budget.cost.expect(num_tokens, factor * (3e-3 + 1.2e-4 * num_tokens))
+    _decode(budget, 4000, 0.65, device)
+    assert _decode(budget, 100, 0.65, device)[0] > 1.5
 
 
 def test_sizes_that_are_slow_are_seldom_tried():
-    machine = _Machine(1)
-    machine.seconds = lambda num_tokens: 3e-3 * num_tokens
-    machine.expect()
-    assert machine.verified_nodes(0.5, 8000) < 0.03
+    budget, device = _machine(1, start=0.0, node=3e-3)
+    assert _decode(budget, 8000, 0.5, device, PREDICTED)[0] < 0.03
