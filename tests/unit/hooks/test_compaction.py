@@ -66,14 +66,19 @@ def test_accepted_nodes_end_in_the_slots_behind_the_committed_tokens(step):
         block, offset = divmod(slots[row], BLOCK)
         return torch.cat([keys[block, :, :, offset], values[block, :, offset]])
 
-    overwritten = set()
+    overwritten, walked = set(), [*range(start)]
     for row in rows:
         first = row.query_start + row.num_queries - row.num_nodes
         for place, node in enumerate(accepted[row.batch_index]):
             assert torch.equal(read(cache, first + place), read(before, first + node))
             overwritten.add(first + place)
+            walked[first + place] = first + node
     for row in set(range(start)) - overwritten:
         assert torch.equal(read(cache, row), read(before, row))
+    # A device's walk names a token for each: those of the accepted path, then the token itself.
+    moves = torch.tensor([walked, [*range(start)]])
+    compact([CacheGroup(0, (before,), moves_of("vec"))], [mapping], *moves)
+    assert torch.equal(before, cache)
 
 
 def test_caches_that_layers_of_a_group_share_are_moved_once():

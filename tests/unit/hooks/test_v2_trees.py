@@ -1,4 +1,4 @@
-"""Places of trees in a step of Model Runner V2, and the move of the accepted nodes' KV."""
+"""Places of trees in a step of Model Runner V2, and what samples them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from tests.unit.hooks.test_compaction import path_to
 from tests.unit.hooks.test_v2_adapter import Steps
-from tests.unit.tree.strategies import token_trees
 from vllm_trie.drafts.engine.runners.v2_trees import TreeSampler, V2TreeAdapter
 from vllm_trie.drafts.engine.tree_step import TreeStep
-from vllm_trie.drafts.engine.verification.compaction import CacheGroup, compact, moves_of
 from vllm_trie.tree import TokenTree
 
 
@@ -88,28 +83,3 @@ def test_the_sampler_is_told_whether_its_logits_become_logprobs(dimensions):
     )
     sampler._sample(torch.zeros(1, 9), batch, row)
     assert calls == [dimensions is not None]
-
-
-@given(st.data())
-def test_the_device_moves_what_the_host_would(data):
-    """One group; the walk's rows hold the accepted path, then themselves."""
-    trees = data.draw(st.lists(token_trees(max_nodes=6), min_size=1, max_size=3))
-    tokens, rows, sources, targets = [], [], [], []
-    for tree in trees:
-        path = path_to(tree, data.draw(st.integers(-1, tree.num_nodes - 1)))
-        first, token = len(rows), 2 + len(tokens)
-        moved = [node + 1 for node in path]
-        rows += [first + row for row in [0, *moved, *range(len(path) + 1, tree.num_nodes + 1)]]
-        sources += [token + row for row in moved]
-        targets += [token + 1 + place for place in range(len(path))]
-        tokens += range(token, token + tree.num_nodes + 1)
-    slots = torch.tensor(data.draw(st.permutations(range(2 + len(tokens)))))
-    caches = [torch.randn(-(-len(slots) // 4), 2, 4, 6) for _ in range(2)]
-    expected, on_device = ([cache.clone() for cache in caches] for _ in range(2))
-    move = moves_of("vec")
-    moves = torch.tensor([sources, targets], dtype=torch.int64)
-    compact([CacheGroup(0, tuple(expected), move)], [slots], *moves)
-    query_tokens = torch.tensor(tokens)
-    groups = [CacheGroup(0, tuple(on_device), move)]
-    compact(groups, [slots], query_tokens[rows], query_tokens)
-    assert all(map(torch.equal, expected, on_device))
