@@ -76,9 +76,7 @@ MALFORMED: dict[str, Callable[[], Any]] = {
     "no arrays": lambda: TokenTree(None, None),
     "lists for arrays": lambda: TokenTree([1], [-1]),
     "child before its parent": lambda: TokenTree.from_lists([5, 6], [1, -1]),
-    "token above the vocabulary": lambda: TokenTree.from_lists([VOCAB], [-1]),
     "too many nodes": lambda: TokenTree.from_lists(range(33), range(-1, 32)),
-    "probability above the parent's": lambda: TokenTree.from_lists([1, 2], [-1, 0], [0.5, 0.6]),
     "two dimensions": lambda: TokenTree(
         np.array([[1, 2]], dtype=np.int32), np.array([[-1, 0]], dtype=np.int32)
     ),

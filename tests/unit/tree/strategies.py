@@ -7,6 +7,23 @@ from hypothesis import strategies as st
 
 from vllm_trie.tree import TokenTree
 
+VOCAB = 6
+WRONG_TREES: list[tuple[list[int], list[int], list[float] | None, str]] = [
+    ([1, 2], [-1, 1], None, "node 1 has parent 1"),
+    ([1, 2], [-1, -2], None, "node 1 has parent -2"),
+    ([1, VOCAB], [-1, 0], None, rf"node 1 has token {VOCAB}.*\[0, {VOCAB}\)"),
+    ([-1], [-1], None, "node 0 has token -1"),
+    ([1, 1], [-1, -1], None, "node 1 repeats token 1 under parent -1"),
+    ([1, 2, 2], [-1, 0, 0], None, "node 2 repeats token 2 under parent 0"),
+    ([1, 2], [-1], None, r"parents has shape \(1,\), it must be \(2,\)"),
+    ([1, 2], [-1, 0], [0.5, 0.75], "node 1 has probability 0.75.*0.5"),
+    ([1], [-1], [1.5], "node 0 has probability 1.5"),
+    ([1], [-1], [-0.1], "node 0 has probability -0.1"),
+    ([1], [-1], [float("nan")], "node 0 has probability nan"),
+    ([1, 2], [-1, 0], [0.5], r"probabilities has shape \(1,\)"),
+]
+"""Token ids, parents, probabilities, and what is wrong with them."""
+
 
 @st.composite
 def token_trees(

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tree.strategies import flags, token_trees
+from tests.unit.tree.strategies import VOCAB, WRONG_TREES, flags, token_trees
 from vllm_trie.tree import TokenTree, accept_all, accept_greedy, check_all, place, select_all
-
-VOCAB = 6
 
 
 def batches(with_probabilities: bool) -> st.SearchStrategy[list[TokenTree]]:
@@ -84,16 +82,8 @@ def test_a_batch_is_worked_on_as_its_trees_are(trees, data):
 @pytest.mark.parametrize(
     "tree",
     [
-        TokenTree.from_lists([1, 2], [-1, 1]),
-        TokenTree.from_lists([1, 2], [-1, -2]),
-        TokenTree.from_lists([1, VOCAB], [-1, 0]),
-        TokenTree.from_lists([-1], [-1]),
-        TokenTree.from_lists([1, 2, 2], [-1, 0, 0]),
-        TokenTree.from_lists([1, 2], [-1, 0], [0.5, 0.6]),
-        TokenTree.from_lists([1], [-1], [float("nan")]),
-        TokenTree.from_lists([1], [-1], [-0.1]),
+        *(TokenTree.from_lists(*lists) for *lists, _ in WRONG_TREES),
         TokenTree(np.array([1], dtype=np.int64), np.array([-1], dtype=np.int32)),
-        TokenTree(np.array([1, 2], dtype=np.int32), np.array([-1], dtype=np.int32)),
         replace(TokenTree.from_lists([1], [-1]), never_accept=np.array([True])),
     ],
 )

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tree.strategies import paths_of, token_trees
+from tests.unit.tree.strategies import VOCAB, WRONG_TREES, paths_of, token_trees
 from vllm_trie.tree import MalformedTreeError, TokenTree
-
-VOCAB = 6
 
 
 @given(token_trees())
@@ -92,25 +90,16 @@ def test_chain_stops_before_nodes_that_are_never_accepted():
     assert replace(tree, never_accept=np.array([False, True, False])).chain().num_nodes == 1
 
 
-@pytest.mark.parametrize(
-    ("tokens", "parents", "probabilities", "message"),
-    [
-        ([1, 2], [-1, 1], None, "node 1 has parent 1"),
-        ([1, 2], [-1, -2], None, "node 1 has parent -2"),
-        ([1, VOCAB], [-1, 0], None, rf"node 1 has token {VOCAB}.*\[0, {VOCAB}\)"),
-        ([-1], [-1], None, "node 0 has token -1"),
-        ([1, 1], [-1, -1], None, "node 1 repeats token 1 under parent -1"),
-        ([1, 2, 3, 4], [-1] * 4, None, "4 nodes, at most 3"),
-        ([1, 2], [-1], None, r"parents has shape \(1,\), it must be \(2,\)"),
-        ([1, 2], [-1, 0], [0.5, 0.75], "node 1 has probability 0.75.*0.5"),
-        ([1], [-1], [1.5], "node 0 has probability 1.5"),
-        ([1], [-1], [float("nan")], "node 0 has probability nan"),
-        ([1, 2], [-1, 0], [0.5], r"probabilities has shape \(1,\)"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "parents", "probabilities", "message"), WRONG_TREES)
 def test_validation_names_what_is_wrong(tokens, parents, probabilities, message):
     tree = TokenTree.from_lists(tokens, parents, probabilities)
     with pytest.raises(MalformedTreeError, match=message):
+        tree.validate(VOCAB, max_nodes=3)
+
+
+def test_validation_counts_nodes():
+    tree = TokenTree.from_lists([1, 2, 3, 4], [-1] * 4)
+    with pytest.raises(MalformedTreeError, match="4 nodes, at most 3"):
         tree.validate(VOCAB, max_nodes=3)
 
 
