@@ -136,20 +136,6 @@ def test_the_shipped_model_takes_the_place_of_one_that_cannot_be_fetched(
     assert "no network" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--method", "nope"], "allowed"),
-        (["--nodes", "0"], "greater than or equal to 1"),
-        (["--batch-size", "many"], "--batch-size"),
-        (["--colour"], "--colour"),
-    ],
-)
-def test_wrong_options_are_explained(arguments, said, capfd):
-    assert run(*arguments) == 2
-    assert said in capfd.readouterr().err
-
-
 def test_the_users_environment_wins(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)

@@ -181,20 +181,3 @@ def test_heads_ship_for_models_that_ship_and_can_be_others(acted):
     ):
         runner.invoke(cli.app, ["validate", "--quick", *arguments])
         assert acted["heads"] == heads
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "/no/such/folder", "--dtype", "float32"], "/no/such/folder"),
-        (["--dtype", "float64"], "float64"),
-        (["--part", "speeed"], "speeed"),
-        (["--json", "/no/such/folder/report.json"], "cannot write"),
-        (["--limit", "0"], "--limit"),
-        (["--quik"], "--quik"),
-    ],
-)
-def test_bad_usage(acted, arguments, said):
-    done = runner.invoke(cli.app, ["validate", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert said in done.stderr

@@ -18,8 +18,6 @@ WORDS = [
     "</script><script>window.pwned = 1</script>", "<img src=x onerror='window.pwned = 1'>",
     "&lt;b&gt;", "\u202e\u2028", "<!--", "constructor", "__proto__",
 ]  # fmt: skip
-HOSTILE_FROM = 21
-"""Tokens from here on would do harm if they became markup or names."""
 
 
 def decode(token_ids: Sequence[int]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
 from typer.testing import CliRunner
 
 from vllm_trie.cli import app
@@ -32,23 +31,6 @@ def test_a_servers_trace_becomes_a_page(tmp_path):
     assert shown["method"] == "ngram_trie"
     assert shown["steps"][0]["accepted"] == [1]
     assert "no end" in shown["notice"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--method", "nope"], "is no method; allowed, once each: plain, "),
-        (["--method", "plain", "--method", "plain"], "given twice"),
-        (["--trace", "missing"], "No such file"),
-        (["--trace", "missing", "--method", "plain"], "leave --prompt, --method and"),
-        (["--beam-width", "-1"], "--beam-width"),
-        (["--output", "missing/page.html"], "'missing' is no folder"),
-    ],
-)
-def test_wrong_options_are_explained(arguments, said):
-    status, output = run(*arguments)
-    assert status == 2
-    assert said in output
 
 
 def test_other_files_are_no_traces(tmp_path):
