@@ -6,12 +6,14 @@ import functools
 import inspect
 import itertools
 import json.decoder
+import random
 import textwrap
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from tests.engine.beam.oracle import Case, search
+from tests.engine.conftest import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 WIDTHS = (1, 3, 4, 9, 15, 16)
@@ -77,10 +79,15 @@ def request_of(case: Case, n: int | None = None) -> tuple[dict[str, Any], Any]:
     return {"prompt_token_ids": list(case.prompt_token_ids)}, params
 
 
-def check_case(path: str, case: Case, result: Any) -> int:
-    """Compare one result with the oracle; the number of hypotheses compared."""
+def check_case(path: str, case: Case, result: Any, n: int | None = None) -> int:
+    """Compare one result with the oracle; the number of hypotheses compared.
+
+    Args:
+        n: The number of hypotheses that were asked for, if not all.
+    """
     expected = search(path, case)
-    assert len(result.outputs) == len(expected) == case.beam_width
+    assert len(expected) == case.beam_width
+    expected = expected[:n]
     for output, (token_ids, score) in zip(result.outputs, expected, strict=True):
         assert list(output.token_ids) == token_ids, case
         if score is not None:
@@ -128,3 +135,64 @@ def run_mixed(
     others = [result for result in results if not hasattr(result.outputs[0], "score")]
     assert [list(result.outputs[0].token_ids) for result in others] == alone
     return sum(check_case(path, case, result) for case, result in zip(cases, searched, strict=True))
+
+
+def run_with_aborts(
+    llm: Any,
+    path: str,
+    num_searches: int,
+    greedy: list[tuple[dict[str, Any], Any]],
+    fewer: bool = False,
+) -> int:
+    """Run random searches and ordinary requests that come at random times; some are aborted.
+
+    Args:
+        fewer: Whether searches return fewer hypotheses than they have beams.
+
+    Returns:
+        The number of hypotheses compared with the oracle.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    rng = random.Random(num_searches)
+    cases = {
+        f"case {number}": Case(
+            prompt(number % 12, rng.randint(5, 60)),
+            rng.choice([1, 2, 3, 5, 7]),
+            rng.choice([True, False, "never"]),
+            rng.choice([0.0, 0.6, 1.0]),
+            rng.randint(1, 16),
+        )
+        for number in range(num_searches * 5 // 4)
+    }
+    victims = set(list(cases)[num_searches:])
+    counts = {name: rng.randint(1, case.beam_width) for name, case in cases.items() if fewer}
+    requests = {name: request_of(case, counts.get(name)) for name, case in cases.items()}
+    ordinary = {f"ordinary {number}": request for number, request in enumerate(greedy)}
+    alone = {
+        name: llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids
+        for name, (text, params) in ordinary.items()
+    }
+    requests |= ordinary
+    names = list(requests)
+    rng.shuffle(names)
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    finished: dict[str, Any] = {}
+    to_abort = []
+    while names or engine.has_unfinished_requests():
+        if names:
+            text, params = requests[name := names.pop()]
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            engine.add_request(name, text, params)
+            to_abort += [name] if name in victims else []
+        for _ in range(rng.choice([0, 1, 3])):
+            finished.update((result.request_id, result) for result in engine.step())
+            scheduler.check_integrity()
+        if to_abort and rng.random() < 0.5:
+            engine.abort_request([to_abort.pop()])
+    assert all(finished[name].outputs[0].token_ids == alone[name] for name in ordinary)
+    return sum(
+        check_case(path, case, finished[name], counts.get(name))
+        for name, case in cases.items()
+        if name not in victims
+    )

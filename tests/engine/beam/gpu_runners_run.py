@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,12 +28,11 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.engine.beam import test_token_rules as token_rules
-from tests.engine.beam.cases import check_case, greedy_requests, prompt, request_of
-from tests.engine.beam.oracle import Case, constrained_search
+from tests.engine.beam.cases import greedy_requests, prompt, run_with_aborts
+from tests.engine.beam.oracle import constrained_search
 from tests.engine.compare import step_to_the_end
 from tests.engine.conftest import free_blocks, runner_of, scheduler_of
 from tests.engine.v2_waits import Waits
@@ -77,50 +75,6 @@ CASES = {
         {"num_gpu_blocks_override": 12, "speculative_config": TREES}, overcommits=True
     ),
 }
-
-
-def random_case(rng: random.Random, number: int) -> Case:
-    return Case(
-        prompt(number, rng.randint(5, 60)),
-        rng.choice([1, 2, 3, 5, 7]),
-        rng.choice([True, False, "never"]),
-        rng.choice([0.0, 0.6, 1.0]),
-        rng.randint(1, 16),
-    )
-
-
-def run(llm: LLM, searches: int) -> dict[str, Any]:
-    """Searches and ordinary requests come at random times, some searches are aborted."""
-    rng = random.Random(searches)
-    cases = {f"case {i}": random_case(rng, i) for i in range(searches)}
-    victims = {f"victim {i}": random_case(rng, 30 + i) for i in range(3)}
-    greedy = {f"greedy {i}": request for i, request in enumerate(greedy_requests(3, max_tokens=12))}
-    alone = {
-        name: llm.generate([text], params, use_tqdm=False)[0].outputs[0].token_ids
-        for name, (text, params) in greedy.items()
-    }
-    requests = {name: request_of(case) for name, case in (cases | victims).items()} | greedy
-    for _, params in requests.values():
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-    names = list(requests)
-    rng.shuffle(names)
-    engine = llm.llm_engine
-    finished: dict[str, Any] = {}
-
-    def step() -> None:
-        finished.update((result.request_id, result) for result in engine.step())
-
-    for name in names:
-        engine.add_request(name, *requests[name])
-        for _ in range(rng.choice([0, 1, 3])):
-            step()
-        if name in victims:
-            engine.abort_request([name])
-    while engine.has_unfinished_requests():
-        step()
-    assert all(finished[name].outputs[0].token_ids == alone[name] for name in greedy)
-    path = str(model_path())
-    return {"compared": sum(check_case(path, cases[name], finished[name]) for name in cases)}
 
 
 ITEMS = random_items(3, 300, 0, (4, 4), branching=40)
@@ -242,7 +196,12 @@ def run_load(load: Load, catalogue: str) -> dict[str, Any]:
     assert is_async == load.engine.get("async_scheduling", True)
     waits = Waits(llm) if is_async else None
     before = free_blocks(llm)
-    result = run_constrained(llm) if load.is_constrained else run(llm, load.searches)
+    if load.is_constrained:
+        result = run_constrained(llm)
+    else:
+        greedy = greedy_requests(3, max_tokens=12)
+        compared = run_with_aborts(llm, str(model_path()), load.searches, greedy)
+        result = {"compared": compared}
     step_to_the_end(llm)
     if waits is not None:
         result["waits"] = waits.summary()
