@@ -53,7 +53,7 @@ format: venv ## apply style
 
 docs: venv docs-tools ## build the documentation into site/; warnings are errors
 	@$(BIN)/python -m docs.generate
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site/index.html"
 
 # Without a network the other tests still run; the one that builds the site says what it lacks.
