@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
+
+
+def in_a_folder(file: Path | None) -> Path | None:
+    """Return the file that an option names for the results, minutes before they are there.
+
+    Raises:
+        typer.BadParameter: Its folder does not exist.
+    """
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(
+            f"{str(file.parent)!r} is no folder; create it, or name a file elsewhere"
+        )
+    return file
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from vllm_trie.cli import app
         ("demo --nodes 0", "greater than or equal to 1"),
         ("demo --batch-size many", "--batch-size"),
         ("demo --colour", "--colour"),
+        ("demo --json missing/rows.json", "'missing' is no folder"),
         ("explore --method nope", "is no method; allowed, once each: plain, "),
         ("explore --method plain --method plain", "given twice"),
         ("explore --trace missing", "No such file"),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_trie.command_errors import errors_end_the_command
+from vllm_trie.command_errors import errors_end_the_command, in_a_folder
 from vllm_trie.extras.traces.trace_file import Trace, read_trace
 from vllm_trie.lab import local_engine, models
 from vllm_trie.lab.explore.page import Beams, page
@@ -22,9 +22,9 @@ PLAIN = "plain"
 
 @app.command()
 def explore(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path(
-        "explore.html"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=in_a_folder, help="The HTML file to write.")
+    ] = Path("explore.html"),
     trace: Annotated[
         list[Path] | None,
         typer.Option(help="Show this trace of a server's request; may be repeated."),
@@ -55,11 +55,6 @@ def explore(
 
     Runs each method in an engine of its own, or reads traces that a server has written.
     """
-    if not output.parent.is_dir():
-        raise typer.BadParameter(
-            f"{str(output.parent)!r} is no folder; create it, or name a file elsewhere",
-            param_hint="--output",
-        )
     if trace:
         if any((prompt, method, beam_width)):
             raise typer.BadParameter(

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from vllm_trie.command_errors import in_a_folder
 from vllm_trie.lab import local_engine, models, smollm2
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=8, help="Longest answer.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt.")] = 2,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the results to this file.")
+        Path | None,
+        typer.Option("--json", callback=in_a_folder, help="Also write the results to this file."),
     ] = None,
     verbose: Annotated[bool, typer.Option(help="Show vLLM's own messages.")] = False,
 ) -> None:
