@@ -42,7 +42,7 @@ def generate(name: str) -> str:
 
 
 def modules() -> str:
-    """A list of the package's modules, by folder, with the first sentence of their docstrings."""
+    """A list of the package's folders and modules, with the first sentence of their docstrings."""
     lines, folder = list[str](), None
     for path in sorted((ROOT / "vllm_trie").rglob("*.py"), key=lambda path: (path.parent, path)):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -52,7 +52,10 @@ def modules() -> str:
         if place.parent != folder:
             folder = place.parent
             lines += ["", f"**`{folder.as_posix()}/`**", ""] if folder.name else [""]
-        if sentence and place.name != "__init__.py":
+        if sentence and place.name == "__init__.py":
+            if folder.name:
+                lines[-2] += f" {sentence}"
+        elif sentence:
             lines.append(f"- `{place.name}`: {sentence.removesuffix('.')}")
     return "\n".join(lines) + "\n\n"
 

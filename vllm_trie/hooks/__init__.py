@@ -1,1 +1,1 @@
-"""What both missions need of vLLM: the ledger of patches, start-up, front end, messages."""
+"""What both missions need of vLLM: the ledger, start-up, front end, messages."""

@@ -1,1 +1,1 @@
-"""Drafts of the next step."""
+"""Drafts inside vLLM: start-up, front end, scheduler, runners, verification."""

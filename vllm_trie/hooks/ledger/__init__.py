@@ -3,8 +3,8 @@
 vLLM's internals are no stable interface. :func:`entries` says which symbol is touched, why, and
 when the entry can go; overrides and replacements record themselves. :func:`check` compares the
 table with the installed vLLM, :func:`install` puts a feature's patches in place, :func:`undo` takes
-them out. Importing this package imports no
-module of vLLM's, and nothing outside of it assigns to an attribute of vLLM's modules and classes.
+them out. Importing this package imports no module of vLLM's, and nothing outside of it assigns to
+an attribute of vLLM's modules and classes.
 """
 
 from vllm_trie.hooks.ledger.entry import Entry, Feature, resolve
