@@ -26,8 +26,9 @@ _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "cpu"): "drafts.engine.workers.cpu_worker drafts.engine.attention.cpu",
     ("speculation", "cuda"): "drafts.engine.workers.cuda_worker drafts.engine.attention.cuda",
     ("beam", "any"): "hooks.start.cpu_memory"
-    " searches.engine.uses searches.engine.frontend.extension"
-    " searches.engine.frontend.hypotheses searches.engine.scheduler.beam_scheduler"
+    " searches.engine.uses searches.engine.frontend.beam_api"
+    " searches.engine.frontend.extension searches.engine.frontend.hypotheses"
+    " searches.engine.scheduler.beam_scheduler"
     " searches.engine.worker.beams_v1 searches.engine.worker.beams_v2",
     ("beam", "cpu"): "searches.engine.worker.block_copies searches.engine.worker.shared_prompt",
 }

@@ -13,8 +13,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_trie.hooks.start.limits import reason_off
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -28,13 +26,6 @@ _FORKED = (
 )
 
 # -- engines ---------------------------------------------------------------------------------------
-
-
-def reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
-    """Return why only vLLM's own search can serve the parameters, None if the native one can."""
-    if reason := reason_off(vllm_config):
-        return reason
-    return unsupported_rule(vllm_config, params)
 
 
 def unsupported_rule(
@@ -56,8 +47,7 @@ def unsupported_rule(
 def beam_slots(vllm_config: VllmConfig) -> int:
     """Return the largest number of requests that the engine runs at once."""
     scheduler = vllm_config.scheduler_config
-    active = getattr(scheduler, "max_num_active_seqs", None)
-    return scheduler.max_num_seqs if active is None else min(scheduler.max_num_seqs, active)
+    return scheduler.max_num_active_seqs or scheduler.max_num_seqs
 
 
 def cache_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

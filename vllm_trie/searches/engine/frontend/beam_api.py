@@ -1,13 +1,12 @@
 """``LLM.beam_search`` and the server's ``use_beam_search`` on the native path.
 
-Each search is one request, searched by the scheduler. The functions return None where only vLLM's
-own search can serve the call.
+Each search is one request, searched by the scheduler. vLLM's own search serves what only it can.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm import RequestOutput
@@ -16,12 +15,14 @@ from vllm.logger import init_logger
 from vllm.logprobs import Logprob
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
+from vllm_trie.hooks.ledger.record import of_beams
+from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.refusal import shown
 from vllm_trie.searches import MAX_LENGTH_PENALTY, BeamOptions
 from vllm_trie.searches.engine.beam_support import (
     BeamRequestError,
     beam_slots,
-    reason_for_stock_search,
+    unsupported_rule,
 )
 from vllm_trie.searches.engine.constraint import constraints, option_names
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL, served
@@ -88,38 +89,42 @@ _FIELDS = (
 refuses the request."""
 
 
+_route = of_beams("entrypoints.generate.beam_search.")
+
+
+@_route.wraps("offline:BeamSearchOfflineMixin.beam_search", "LLM.beam_search on the native path")
 def search_offline(
-    llm: LLM,
+    original: Callable[..., list[BeamSearchOutput]],
+    self: LLM,
     prompts: Sequence[Any],
     params: BeamSearchParams,
-    lora_request: LoRARequest | Sequence[LoRARequest] | None,
-    use_tqdm: bool,
-    concurrency_limit: int | None,
-    priority: int | Sequence[int] | None = None,
-) -> list[BeamSearchOutput] | None:
-    """Serve ``LLM.beam_search``.
-
-    Args:
-        llm: vLLM's ``LLM``.
-        priority: Priority of all requests or of each, an argument since vLLM 0.33.
+    lora_request: LoRARequest | Sequence[LoRARequest] | None = None,
+    use_tqdm: bool = False,
+    concurrency_limit: int | None = None,
+    **options: Any,
+) -> list[BeamSearchOutput]:
+    """Serve ``LLM.beam_search``, whose `options` are those that it has in the installed vLLM.
 
     Raises:
         ValueError: ``concurrency_limit`` is below 1.
         RuntimeError: A search failed in the engine.
     """
     engine_inputs: list[Any] = []
-    reason = _reason_for_stock_search(llm.llm_engine.vllm_config, params)
+    reason = _reason_for_stock_search(self.llm_engine.vllm_config, params)
     if reason is None:
-        engine_inputs = list(llm._preprocess_cmpl(prompts))
+        engine_inputs = list(self._preprocess_cmpl(prompts))
         if any(engine_input["type"] not in SEARCHED for engine_input in engine_inputs):
             reason = NOT_SEARCHED
     if reason is not None:
         _refuse_constraints(beam_extra_args(params), reason)
         logger.info_once("LLM.beam_search runs vLLM's own beam search: %s", reason)
-        return None
+        arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
+        return original(self, *arguments, **options)
 
-    lora_requests = llm._lora_request_to_seq(lora_request, len(engine_inputs))
-    priorities = llm._priority_to_seq(priority, len(engine_inputs))
+    lora_requests = self._lora_request_to_seq(lora_request, len(engine_inputs))
+    # An argument since vLLM 0.33; others are refused.
+    priority = {"priority": None} | options
+    priorities = self._priority_to_seq(num_requests=len(engine_inputs), **priority)
     if concurrency_limit is None:
         concurrency_limit = max(len(engine_inputs), 1)
     elif concurrency_limit < 1:
@@ -129,63 +134,66 @@ def search_offline(
     for start in range(0, len(engine_inputs), concurrency_limit):
         chunk = slice(start, start + concurrency_limit)
         inputs = engine_inputs[chunk]
-        results += llm._render_and_run_requests(
-            prompts=(each for each in inputs),
-            params=llm._params_to_seq(sampling_params, len(inputs)),
+        results += self._render_and_run_requests(
+            prompts=iter(inputs),  # vLLM warns of lists
+            params=self._params_to_seq(sampling_params, len(inputs)),
             output_type=RequestOutput,
             lora_requests=lora_requests[chunk],
             priorities=priorities[chunk],
             use_tqdm=use_tqdm,
         )
-    tokenizer = llm.renderer.get_tokenizer()
+    tokenizer = self.renderer.get_tokenizer()
     return [
         _to_beam_output(result, engine_input, lora, tokenizer, params)
         for result, engine_input, lora in zip(results, engine_inputs, lora_requests, strict=True)
     ]
 
 
+@_route.wraps(
+    "online:BeamSearchOnlineMixin.beam_search", "use_beam_search of the server on the native path"
+)
 def search_online(
-    serving: Any,
+    original: Callable[..., AsyncGenerator[RequestOutput, None]],
+    self: Any,
     prompt: Any,
     request_id: str,
     params: BeamSearchParams,
-    lora_request: LoRARequest | None,
-    trace_headers: Mapping[str, str] | None,
-    session_id: str | None,
-    priority: int | None = None,
-) -> AsyncGenerator[RequestOutput, None] | None:
-    """Serve ``use_beam_search`` of the server.
-
-    Args:
-        serving: vLLM's serving class.
-        priority: Of the request, an argument since vLLM 0.33.
+    lora_request: LoRARequest | None = None,
+    trace_headers: Mapping[str, str] | None = None,
+    session_id: str | None = None,
+    **options: Any,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Have the serving classes' ``beam_search`` send one native request, not one per token.
 
     Raises:
         BeamRequestError: The native search refuses something in the request.
     """
-    reason = reason_for_stock_search(serving.engine_client.vllm_config, params)
+    # At once, not when the first output is asked for: what is refused gets a 400.
+    vllm_config = self.engine_client.vllm_config
+    reason = reason_off(vllm_config) or unsupported_rule(vllm_config, params)
     if reason is None and prompt["type"] not in SEARCHED:
         reason = NOT_SEARCHED
     if reason is not None:
         _refuse_constraints(_extra_args(params), reason)
         logger.info_once("use_beam_search runs vLLM's own beam search: %s", reason)
-        return None
+        arguments = (prompt, request_id, params, lora_request, trace_headers, session_id)
+        return original(self, *arguments, **options)
     check_api_request(_served_request())
-    outputs: AsyncGenerator[RequestOutput, None] = serving.engine_client.generate(
+    outputs: AsyncGenerator[RequestOutput, None] = self.engine_client.generate(
         prompt,
         _server_params(params),
         request_id,
         lora_request=lora_request,
         trace_headers=trace_headers,
         session_id=session_id,
-        **({} if priority is None else {"priority": priority}),
+        **options,
     )
     return outputs
 
 
 def _reason_for_stock_search(vllm_config: VllmConfig, params: BeamSearchParams) -> str | None:
     """Return why only vLLM's own search can serve a call, also for what a server refuses."""
-    if reason := reason_for_stock_search(vllm_config, params):
+    if reason := reason_off(vllm_config) or unsupported_rule(vllm_config, params):
         return reason
     if params.beam_width > (slots := beam_slots(vllm_config)):
         return f"beam_width={params.beam_width} is above max_num_seqs={slots}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,7 +12,6 @@ from vllm_trie.hooks.frontend.answers import CHAT, COMPLETION, RESPONSES, answer
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.limits import switch_off
 from vllm_trie.hooks.wire import SEARCH_KEY, ReadyResponse, extra_args_of
-from vllm_trie.searches.engine.frontend.beam_api import search_offline, search_online
 from vllm_trie.searches.engine.frontend.hypotheses import ServerCall, served
 from vllm_trie.searches.engine.frontend.requests import (
     check_api_request,
@@ -21,11 +20,7 @@ from vllm_trie.searches.engine.frontend.requests import (
 )
 
 if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
-    from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
-    from vllm.sampling_params import BeamSearchParams, SamplingParams
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core_client import MPClient
     from vllm.v1.engine.input_processor import InputProcessor
@@ -69,50 +64,6 @@ def apply_ready_response(original: Callable[..., None], self: MPClient, payload:
             switch_off(self.vllm_config, response.beams_off)
 
 
-_route = of_beams("entrypoints.")
-
-
-@_route.wraps(
-    "generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
-    "LLM.beam_search on the native path",
-)
-def beam_search_offline(
-    original: Callable[..., list[BeamSearchOutput]],
-    self: LLM,
-    prompts: Sequence[Any],
-    params: BeamSearchParams,
-    lora_request: LoRARequest | Sequence[LoRARequest] | None = None,
-    use_tqdm: bool = False,
-    concurrency_limit: int | None = None,
-    **options: Any,
-) -> list[BeamSearchOutput]:
-    arguments = (prompts, params, lora_request, use_tqdm, concurrency_limit)
-    outputs = search_offline(self, *arguments, **options)
-    return original(self, *arguments, **options) if outputs is None else outputs
-
-
-@_route.wraps(
-    "generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
-    "use_beam_search of the server on the native path",
-)
-def beam_search_online(
-    original: Callable[..., AsyncGenerator[RequestOutput, None]],
-    self: Any,
-    prompt: Any,
-    request_id: str,
-    params: BeamSearchParams,
-    lora_request: LoRARequest | None = None,
-    trace_headers: Mapping[str, str] | None = None,
-    session_id: str | None = None,
-    **options: Any,
-) -> AsyncGenerator[RequestOutput, None]:
-    """Have the serving classes' ``beam_search`` send one native request, not one per token."""
-    arguments = (prompt, request_id, params, lora_request, trace_headers, session_id)
-    # At once, not when the first output is asked for: what is refused gets a 400.
-    outputs = search_online(self, *arguments, **options)
-    return original(self, *arguments, **options) if outputs is None else outputs
-
-
 async def _answer(
     original: Callable[..., Any], self: Any, request: Any, *args: object, **kwargs: object
 ) -> Any:
@@ -140,6 +91,6 @@ def _is_json(value: object) -> bool:
 
 
 for _name in (CHAT, COMPLETION, RESPONSES):
-    _route.wraps(f"openai.{_name}", "checks beam requests; answers with the scores of hypotheses")(
-        _answer
-    )
+    of_beams("entrypoints.openai.").wraps(
+        _name, "checks beam requests; answers with the scores of hypotheses"
+    )(_answer)
