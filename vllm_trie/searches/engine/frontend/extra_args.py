@@ -122,8 +122,8 @@ def _refuse_without_width(extra_args: Mapping[str, object]) -> None:
             raise BeamRequestError(f"beam search: {name!r} is unknown; use {OTHER_NAMES[name]}")
         if name not in _own():
             unknown.append(name)
-    for name, meant in _misspelled(unknown, _alone()):
-        raise BeamRequestError(f"extra_args[{name!r}] is unknown; did you mean {meant!r}?")
+    if likeness := next(_misspelled(unknown, _alone()), None):
+        raise BeamRequestError("extra_args[{!r}] is unknown; did you mean {!r}?".format(*likeness))
 
 
 def _misspelled(names: Iterable[str], options: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -147,8 +147,8 @@ def refuse_misspelled(names: Iterable[str]) -> None:
                 f"beam search: {name!r} of Hugging Face's generate is not supported with "
                 "'beam_width'; leave it out"
             )
-    for name, meant in _misspelled(names, option_names()):
-        raise BeamRequestError(f"beam search: {name!r} is unknown; did you mean {meant!r}?")
+    if likeness := next(_misspelled(names, option_names()), None):
+        raise BeamRequestError("beam search: {!r} is unknown; did you mean {!r}?".format(*likeness))
 
 
 def refuse_misplaced(fields: Mapping[str, object], is_beam: bool) -> None:

@@ -7,7 +7,7 @@ text, log-probabilities, a ``CompletionOutput``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
@@ -105,7 +105,9 @@ class SearchOutputs(ParentRequest):
                 stop_reason=hypothesis.stop_reason,
             )
             self._complete(output, logprobs and logprobs.slice_request(start, end - start))
-            _add_beam(output, hypothesis.beam, answer.shared)
+            # A trace of the search, if asked for, is the first hypothesis' own.
+            beam = {**hypothesis.beam, **answer.shared}
+            vars(output).update(hypothesis.beam, beam=beam)
             outputs.append(output)
             start = end
         self.beams = [output.beam for output in outputs]  # type: ignore[attr-defined]
@@ -142,16 +144,6 @@ def _logprobs_of(answer: SearchAnswer) -> LogprobsLists | None:
     token_ids, values, ranks = map(np.frombuffer, answer.logprobs, (np.int32, np.float32, np.int64))
     shape = len(ranks), len(token_ids) // max(len(ranks), 1)  # a search may end without any
     return LogprobsLists(token_ids.reshape(shape), values.reshape(shape), ranks)
-
-
-def _add_beam(output: CompletionOutput, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """Give a hypothesis its ``cumulative_logprob``, ``score`` and ``beam``.
-
-    ``beam`` is a dictionary: what is its own, also attributes of the output, and ``steps`` of the
-    search. Its ``trace``, if asked for, is the first hypothesis' own.
-    """
-    for name, value in {**own, "beam": {**own, **shared}}.items():
-        setattr(output, name, value)
 
 
 @_engine.wraps(

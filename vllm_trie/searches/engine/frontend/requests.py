@@ -152,7 +152,7 @@ def prepare_request(vllm_config: VllmConfig, params: Any) -> Any:
         extra_args = extra_args_of(params)
         if "beam_width" in extra_args:
             return _prepare_search(vllm_config, params, processors)
-        for name in constraints().keys() & extra_args.keys():
+        if name := next(iter(constraints().keys() & extra_args.keys()), None):
             raise BeamRequestError(
                 f"{name}={shown(extra_args[name])} needs 'beam_width'; add beam_width=1 for the "
                 "best answer by greedy steps, or more for the best of as many hypotheses"
@@ -205,7 +205,8 @@ def _prepared(params: SamplingParams, spec: BeamSpec, extra_args: dict[str, Any]
         advice["stop_token_ids"] = f"use at most {most}, or a smaller beam_width"
     if options.do_sample and params.temperature < 1e-5:
         advice["temperature"] = "use a temperature above 0, or leave do_sample out"
-    for name, what in advice.items():
+    if advice:
+        name, what = next(iter(advice.items()))
         raise BeamRequestError(
             f"beam search: {name}={shown(getattr(params, name))} is not supported with beam_width"
             f"; {what}"
@@ -252,27 +253,15 @@ def _check_processors(params: SamplingParams, processors: Sequence[str]) -> None
         )
 
 
+@refusing_what_fails()
 def check_processed(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     """Refuse a processed beam request that the engine cannot hold.
 
     Raises:
         BeamRequestError: Why it cannot be served.
     """
-    with refusing_what_fails():
-        if is_search(request.sampling_params):
-            _check_search(vllm_config, request)
-
-
-def _num_engines(parallel: ParallelConfig) -> int:
-    """Return the engines that this client manages, of whose blocks vLLM keeps the sum."""
-    if parallel.data_parallel_rank_local is not None:  # offline, a client for each
-        return 1
-    if parallel.local_engines_only:
-        return int(parallel.data_parallel_size_local)
-    return int(parallel.data_parallel_size)
-
-
-def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
+    if not is_search(request.sampling_params):
+        return
     cache = vllm_config.cache_config
     params, prompt = request.sampling_params, request.prompt_token_ids
     assert params is not None
@@ -291,3 +280,12 @@ def _check_search(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
         width, block_size = spec.options.beam_width, cache.block_size
         needed = min_blocks(len(prompt), width, max_new, block_size)
         check_blocks(needed, len(prompt), width, block_size, blocks)
+
+
+def _num_engines(parallel: ParallelConfig) -> int:
+    """Return the engines that this client manages, of whose blocks vLLM keeps the sum."""
+    if parallel.data_parallel_rank_local is not None:  # offline, a client for each
+        return 1
+    if parallel.local_engines_only:
+        return int(parallel.data_parallel_size_local)
+    return int(parallel.data_parallel_size)
