@@ -32,8 +32,10 @@ from support.harness import (
 )
 from support.wide_beams import random_items
 
-from vllm_trie.extras.items import Rules, build_items, open_items, read_items
-from vllm_trie.extras.items.selection import SelectedTrie, select
+from vllm_trie.extras.items.build import build_items
+from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
+from vllm_trie.extras.items.sources import read_items
+from vllm_trie.extras.items.trie_file import open_items
 
 COLUMNS = (
     "measure", "items", "form", "build_s", "peak_mb", "open_s", "bytes_per_item",
@@ -104,7 +106,7 @@ def measure_step(path: Path, vocabulary: int, width: int, repeats: int) -> Row:
     runs = {
         # The normalizer is the same work for both; over the valid tokens it is next to nothing.
         "step": lambda: best_continuations(
-            [ItemStep(trie, nodes, totals, width)], logits, "valid"
+            [trie], [ItemStep(nodes, totals, width)], logits, "valid"
         ).fetch(),
         "top_k": lambda: logits.topk(min(2 * width, vocabulary)),
     }

@@ -40,7 +40,8 @@ from support.engines import Prompts, served
 from support.harness import Row, option_parser, report_quietly
 from support.wide_beams import allowed_tokens, random_items
 
-from vllm_trie.extras.items import build_items, read_items
+from vllm_trie.extras.items.build import build_items
+from vllm_trie.extras.items.sources import read_items
 from vllm_trie.lab import local_engine, tiny_model
 from vllm_trie.lab.local_engine import batches
 

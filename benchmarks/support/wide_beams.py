@@ -37,7 +37,7 @@ def random_items(count: int, length: int, values: int, first: int = 0) -> np.nda
 
 def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list[int]]:
     """Return Hugging Face's ``prefix_allowed_tokens_fn``, which looks a prefix up once."""
-    from vllm_trie.extras.items import open_items
+    from vllm_trie.extras.items.trie_file import open_items
 
     trie = open_items(Path(catalogue))
 

@@ -45,7 +45,8 @@ from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 from vllm_trie.drafts.engine.runners.v2_trees import V2TreeAdapter
 from vllm_trie.drafts.engine.verification.compaction import CacheGroup, moves_of
 from vllm_trie.drafts.engine.verification.kernels import walk_trees
-from vllm_trie.extras.items import ItemTrie
+from vllm_trie.extras.items.step import ItemStep
+from vllm_trie.extras.items.trie import ItemTrie
 from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.searches.engine.search_wire import BeamStep, TokenSelection
 from vllm_trie.tree import TokenTree
@@ -284,9 +285,9 @@ def beams(device: torch.device, count: int = 1, items: ItemTrie | None = None) -
             else:
                 nodes = items.children(np.array([0])).nodes[:width]
                 runner.beams.selector.parts.kept[ItemSelection, "items"] = {"": items}
-                selections.append(ItemSelection(
-                    "items", "", "", width, None, "vocabulary", proxy, None, 0.0, nodes, totals
-                ))  # fmt: skip
+                step = ItemStep(nodes, totals, width)
+                place = "items", "", ""
+                selections.append(ItemSelection(*place, proxy, "vocabulary", None, step))
         before = len(StepsOnDevice.calls)
         names = runner.begin_step(steps, selections)
         runner.select(names, torch.zeros(count * width, VOCAB, device=device))

@@ -9,20 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from vllm_trie.extras.items.selection import Rules, Selection, select
+from vllm_trie.extras.items.selection import Rules, ValidPart, select
 from vllm_trie.extras.items.trie import ItemTrie
 from vllm_trie.extras.items.trie_file import check_tokenizer, open_items
 from vllm_trie.files.watched_file import WatchedFile
-
-
-class Catalogue(NamedTuple):
-    """One version of a catalogue."""
-
-    path: Path
-    trie: ItemTrie
-
 
 MAX_SELECTIONS = 64
 """Selections that are kept for equal requests."""
@@ -37,30 +28,30 @@ class Catalogues:
     def __init__(self, paths: Mapping[str, Path], vocab_size: int) -> None:
         tokenizers: dict[Path, str | None] = {}  # fingerprints of the first versions
 
-        def open_catalogue(path: Path) -> Catalogue:
+        def open_catalogue(path: Path) -> ItemTrie:
             trie = open_items(path, vocab_size)
             first = tokenizers.setdefault(path, trie.tokenizer)
             check_tokenizer(path, trie.tokenizer, first, "the first version")
-            return Catalogue(path, trie)
+            return trie
 
         self._files = {
             name: WatchedFile(path, open_catalogue, f"catalogue {name!r}")
             for name, path in paths.items()
         }
-        self._selections: dict[tuple[str, str], Selection] = {}
+        self._selections: dict[tuple[str, str], ValidPart] = {}
 
-    def latest(self, name: str) -> Catalogue:
+    def latest(self, name: str) -> ItemTrie:
         """Return the newest checked version of a catalogue."""
         return self._files[name].latest()
 
-    def select(self, catalogue: Catalogue, rules: Rules) -> Selection | None:
+    def select(self, catalogue: ItemTrie, rules: Rules) -> ValidPart | None:
         """Return the part of a catalogue that rules allow, None for all of it."""
         if not rules.restrict:
             return None
-        key = catalogue.trie.version, json.dumps(rules)
+        key = catalogue.version, json.dumps(rules)
         selection = self._selections.get(key)
         if selection is None:
-            selection = self._selections[key] = select(catalogue.trie, rules)
+            selection = self._selections[key] = select(catalogue, rules)
             if len(self._selections) > MAX_SELECTIONS:
                 del self._selections[next(iter(self._selections))]
         return selection

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from vllm_trie.extras.items.catalogues import Catalogues
-from vllm_trie.extras.items.search import GroupItems
+from vllm_trie.extras.items.search import ItemSearch
 from vllm_trie.extras.items.selection import Rules
 from vllm_trie.extras.items.start import ITEMS, catalogue_paths
 from vllm_trie.extras.items.trie_file import ItemsError, ItemsHeader, read_header
@@ -233,7 +233,7 @@ class ItemOptions(SearchConstraint):
 
     def start(
         self, shared: Catalogues, params: SamplingParams, settings: SearchSettings
-    ) -> GroupItems:
+    ) -> ItemSearch:
         """Return the search of a request.
 
         Raises:
@@ -241,7 +241,7 @@ class ItemOptions(SearchConstraint):
         """
         assert self.items is not None
         catalogue = shared.latest(self.items)
-        needed = catalogue.trie.max_length + (self.items_end == "eos")
+        needed = catalogue.max_length + (self.items_end == "eos")
         if settings.max_new_tokens < needed:
             raise ValueError(
                 f"the longest item needs {needed} tokens, the request has room for "
@@ -250,7 +250,7 @@ class ItemOptions(SearchConstraint):
         rules = Rules(
             self.allow_items, self.allow_prefixes, self.deny_items or (), self.deny_prefixes or ()
         )
-        return GroupItems(
+        return ItemSearch(
             catalogue,
             shared.select(catalogue, rules),
             self.normalize,

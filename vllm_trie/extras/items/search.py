@@ -11,10 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from vllm_trie.extras.items.catalogues import Catalogue
-from vllm_trie.extras.items.selection import Selection, view
-from vllm_trie.extras.items.step import Continuations, Normalize, nodes_of, tokens_of
-from vllm_trie.extras.items.trie import ROOT, ItemId
+from vllm_trie.extras.items.selection import ValidPart, view
+from vllm_trie.extras.items.step import (
+    Continuations,
+    ItemStep,
+    Normalize,
+    nodes_of,
+    tokens_of,
+)
+from vllm_trie.extras.items.trie import ROOT, ItemId, ItemTrie
 from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.searches import (
     BeamSearch,
@@ -27,7 +32,7 @@ from vllm_trie.searches import (
 from vllm_trie.searches.engine.constraint import GroupSearch
 
 
-class GroupItems(GroupSearch):
+class ItemSearch(GroupSearch):
     """The search of a group whose hypotheses are items.
 
     Attributes:
@@ -36,8 +41,8 @@ class GroupItems(GroupSearch):
 
     def __init__(
         self,
-        catalogue: Catalogue,
-        selection: Selection | None,
+        catalogue: ItemTrie,
+        valid_part: ValidPart | None,
         normalize: Normalize,
         settings: SearchSettings,
         eos_token_id: int | None,
@@ -47,13 +52,14 @@ class GroupItems(GroupSearch):
 
         Args:
             catalogue: Where it searches.
-            selection: The valid part of the catalogue, None for all of it.
+            valid_part: Of the catalogue, None for all of it.
             normalize: What the probabilities are normalized over.
+            settings: Of a search of tokens.
             eos_token_id: Token that must follow an item; None if an item ends the hypothesis.
             weight_factor: Factor of the items' weights.
         """
-        self._catalogue, self._selection = catalogue, selection
-        self._trie = view(catalogue.trie, selection)
+        self._catalogue, self._valid_part = catalogue, valid_part
+        self._trie = view(catalogue, valid_part)
         low, high = self._trie.weight_range
         most = max(weight_factor * low, weight_factor * high)
         self.search = BeamSearch(replace(settings, most_added=most))
@@ -65,19 +71,16 @@ class GroupItems(GroupSearch):
         self._valid_children = self._forced_tokens = 0
 
     def selection(self, proxy_id: str, rows: np.ndarray) -> ItemSelection:
-        return ItemSelection(
-            str(self._catalogue.path),
-            self._catalogue.trie.memory,
-            self._catalogue.trie.version,
-            self.search.settings.beam_width,
-            self._eos_token_id,
-            self._normalize,
-            proxy_id,
-            self._selection,
-            self._weight_factor,
+        step = ItemStep(
             self.nodes[rows],
             self.search.totals[rows],
+            self.search.settings.beam_width,
+            self._eos_token_id,
+            self._weight_factor,
         )
+        catalogue = self._catalogue
+        place = str(catalogue.path), catalogue.memory, catalogue.version
+        return ItemSelection(*place, proxy_id, self._normalize, self._valid_part, step)
 
     def advance(self, continuations: Continuations) -> Children:
         """Take a step with the continuations of all rows.
@@ -118,7 +121,7 @@ class GroupItems(GroupSearch):
     def described(self, hypothesis: Hypothesis) -> tuple[ItemId | None, dict[str, Any]]:
         if not len(hypothesis.places):  # one that the search did not find
             return None, {}
-        (item,) = self._catalogue.trie.item_ids(self._item_nodes([hypothesis]))
+        (item,) = self._catalogue.item_ids(self._item_nodes([hypothesis]))
         return item, {"item": item}
 
     def counts(self) -> dict[str, int]:

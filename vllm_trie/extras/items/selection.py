@@ -42,7 +42,7 @@ class Rules(NamedTuple):
         return given or bool(self.deny_items or self.deny_prefixes)
 
 
-class Selection(NamedTuple):
+class ValidPart(NamedTuple):
     """The valid part of a trie.
 
     Attributes:
@@ -60,11 +60,11 @@ class Selection(NamedTuple):
 
 
 class SelectedTrie:
-    """The view of a trie through a selection, with the methods that a search needs."""
+    """The view of a trie's valid part, with the methods that a search needs."""
 
-    def __init__(self, trie: ItemTrie, selection: Selection) -> None:
+    def __init__(self, trie: ItemTrie, valid_part: ValidPart) -> None:
         self.trie = trie
-        self.selection = selection
+        self.valid_part = valid_part
         self.tokens = trie.tokens
         self.weight_range = trie.weight_range
 
@@ -89,24 +89,24 @@ class SelectedTrie:
 
     def _lookup(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return bool[...] twice: items may end at the nodes, or below, if the trie has them."""
-        selection = self.selection
-        inside = np.searchsorted(selection.bounds, nodes, side="right") % 2 == 1
+        part = self.valid_part
+        inside = np.searchsorted(part.bounds, nodes, side="right") % 2 == 1
         ends, continues = inside, inside.copy()
-        if len(selection.nodes):
-            sought = np.asarray(nodes, dtype=selection.nodes.dtype)
-            indices = np.minimum(np.searchsorted(selection.nodes, sought), len(selection.nodes) - 1)
-            listed = selection.nodes[indices] == sought
-            ends = np.where(listed, selection.ends[indices], ends)
-            continues = np.where(listed, selection.continues[indices], continues)
+        if len(part.nodes):
+            sought = np.asarray(nodes, dtype=part.nodes.dtype)
+            indices = np.minimum(np.searchsorted(part.nodes, sought), len(part.nodes) - 1)
+            listed = part.nodes[indices] == sought
+            ends = np.where(listed, part.ends[indices], ends)
+            continues = np.where(listed, part.continues[indices], continues)
         return ends, continues
 
 
-def view(trie: ItemTrie, selection: Selection | None) -> ItemTrie | SelectedTrie:
-    """Return a trie through a selection; None selects all of it."""
-    return trie if selection is None else SelectedTrie(trie, selection)
+def view(trie: ItemTrie, valid_part: ValidPart | None) -> ItemTrie | SelectedTrie:
+    """Return the view of a trie's valid part; None: the trie, all of which is valid."""
+    return trie if valid_part is None else SelectedTrie(trie, valid_part)
 
 
-def select(trie: ItemTrie, rules: Rules) -> Selection:
+def select(trie: ItemTrie, rules: Rules) -> ValidPart:
     """Return the valid part of a trie; the work depends on the rules, not on the trie's size."""
     everything = rules.allow_items is None and rules.allow_prefixes is None
     allowed = trie.find_ids(rules.allow_items or ())
@@ -129,7 +129,7 @@ def select(trie: ItemTrie, rules: Rules) -> Selection:
     for level in levels[:0:-1]:
         live = (ends | continues)[level]
         continues[parents[level][live]] = True
-    return Selection(_bounds(trie, allowed_tops, denied_tops), nodes, ends, continues)
+    return ValidPart(_bounds(trie, allowed_tops, denied_tops), nodes, ends, continues)
 
 
 def _with_ancestors(trie: ItemTrie, named: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,6 @@ class ItemStep(NamedTuple):
     """A step of one search.
 
     Attributes:
-        trie: The catalogue.
         nodes: int [rows], where each row's hypothesis is in the trie.
         totals: float32 [rows], its cumulative log-probability.
         width: The beam width.
@@ -65,7 +64,6 @@ class ItemStep(NamedTuple):
         weight_factor: Completing an item adds its weight, times this, to the score.
     """
 
-    trie: Trie
     nodes: np.ndarray
     totals: np.ndarray
     width: int
@@ -94,8 +92,8 @@ class _Valid(NamedTuple):
     num_children: np.ndarray
 
 
-def _valid(step: ItemStep) -> _Valid:
-    trie, nodes, eos_token_id = step.trie, step.nodes, step.eos_token_id
+def _valid(trie: Trie, step: ItemStep) -> _Valid:
+    nodes, eos_token_id = step.nodes, step.eos_token_id
     children = trie.children(nodes)
     rows, targets = children.parents, children.nodes
     num_children = np.diff(np.searchsorted(rows, np.arange(len(nodes) + 1)))
@@ -118,7 +116,10 @@ def _valid(step: ItemStep) -> _Valid:
 
 
 def best_continuations(
-    steps: Sequence[ItemStep], logits: torch.Tensor, normalize: Normalize = "vocabulary"
+    tries: Sequence[Trie],
+    steps: Sequence[ItemStep],
+    logits: torch.Tensor,
+    normalize: Normalize = "vocabulary",
 ) -> Unfetched[list[Continuations]]:
     """Return the best continuations of each search, out of all its rows together.
 
@@ -126,12 +127,14 @@ def best_continuations(
     on: all that a search of this width can use.
 
     Args:
+        tries: The catalogue of each search.
+        steps: What each search asks for.
         logits: float [rows, vocabulary], the rows of one search behind those of another;
             log-probabilities serve as well.
         normalize: Make probabilities over the whole vocabulary or over the valid tokens.
     """
     device = logits.device
-    valid = [_valid(step) for step in steps]
+    valid = list(map(_valid, tries, steps))
     first_rows, _ = _bounds([len(step.nodes) for step in steps])
     firsts, _ = _bounds([len(part.rows) for part in valid])
     rows = np.concatenate([v.rows + first for v, first in zip(valid, first_rows, strict=True)])

@@ -22,6 +22,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -50,13 +51,11 @@ class Children(NamedTuple):
 
     Attributes:
         parents: int64 [c], index of the parent among the nodes that were asked for.
-        nodes: int32 [c], the children.
-        token_ids: int32 [c], their tokens, ascending for each parent.
+        nodes: int32 [c], the children; the tokens of each parent's ascend.
     """
 
     parents: np.ndarray
     nodes: np.ndarray
-    token_ids: np.ndarray
 
 
 class IdTexts(NamedTuple):
@@ -71,19 +70,14 @@ class ItemTrie:
     """A catalogue; the arrays are those of this module's layout and may be read-only.
 
     Attributes:
-        first_child: int32 [nodes + 1].
-        tokens: int32 [nodes].
-        terminals: int32 [items].
-        values: int64 [items].
-        id_keys: int64 [items].
-        id_order: int32 [items].
-        weights: float32 [items], None if all are 0.
+        weights: None if all are 0.
         id_texts: Ids that are strings; None if they are integers.
         max_length: Tokens of the longest item.
         version: Identifies the content.
         weight_range: The least and the largest weight.
         memory: Where other processes of the host can open it while this one uses it.
         tokenizer: Fingerprint of its tokenizer; None if none was named.
+        path: Its file, or the `memory` that it was opened from.
     """
 
     first_child: np.ndarray
@@ -99,6 +93,7 @@ class ItemTrie:
     weight_range: tuple[float, float] = (0.0, 0.0)
     memory: str = ""
     tokenizer: str | None = None
+    path: Path = Path()
 
     @property
     def num_items(self) -> int:
@@ -116,7 +111,7 @@ class ItemTrie:
         total = int(ends[-1]) if len(ends) else 0
         parents = np.repeat(np.arange(len(starts)), counts)
         nodes_below = np.arange(total) + np.repeat(starts - (ends - counts), counts)
-        return Children(parents, nodes_below.astype(np.int32), self.tokens[nodes_below])
+        return Children(parents, nodes_below.astype(np.int32))
 
     def has_children(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether items go on after int[...] nodes."""

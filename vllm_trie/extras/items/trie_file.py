@@ -127,6 +127,7 @@ def open_items(path: Path, vocab_size: int | None = None, version: str | None = 
         (float(weights.min()), float(weights.max())) if header.weights else (0.0, 0.0),
         memory,
         header.tokenizer,
+        path,
     )
     if version is not None:
         return trie

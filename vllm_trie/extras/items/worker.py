@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from vllm_trie.extras.items.selection import Selection, view
+from vllm_trie.extras.items.selection import ValidPart, view
 from vllm_trie.extras.items.step import Continuations, ItemStep, Normalize, best_continuations
 from vllm_trie.extras.items.trie import ItemTrie
 from vllm_trie.extras.items.trie_file import ItemsError, open_items
@@ -32,27 +31,19 @@ class ItemSelection(NamedTuple):
         path: The catalogue's file.
         memory: Where the scheduler has its content.
         version: Its digest.
-        beam_width: Width of the search.
-        eos_token_id: Token that must follow an item, None if nothing follows it.
-        normalize: What the probabilities are normalized over.
         proxy_id: The request that stands for the group.
-        selection: The valid part of the catalogue, None for all of it.
-        weight_factor: Factor of the items' weights.
-        nodes: int32 [beams], their places in the trie.
-        totals: float32 [beams], their cumulative log-probabilities.
+        normalize: What the probabilities are normalized over.
+        valid_part: Of the catalogue, None for all of it.
+        step: The step of the search, with a row for each beam.
     """
 
     path: str
     memory: str
     version: str
-    beam_width: int
-    eos_token_id: int | None
-    normalize: Normalize
     proxy_id: str
-    selection: Selection | None
-    weight_factor: float
-    nodes: np.ndarray
-    totals: np.ndarray
+    normalize: Normalize
+    valid_part: ValidPart | None
+    step: ItemStep
 
     def kind(self, num_beams: int) -> Normalize:
         """Return what selections have in common that are launched together."""
@@ -67,18 +58,9 @@ class ItemSelection(NamedTuple):
         Raises:
             ItemsError: The file of a catalogue is gone, or another version.
         """
-        steps = [
-            ItemStep(
-                view(search._trie(worker.kept), search.selection),
-                search.nodes,
-                search.totals,
-                search.beam_width,
-                search.eos_token_id,
-                search.weight_factor,
-            )
-            for search in selections
-        ]
-        return best_continuations(steps, logits, selections[0].normalize)
+        tries = [view(search._trie(worker.kept), search.valid_part) for search in selections]
+        steps = [search.step for search in selections]
+        return best_continuations(tries, steps, logits, selections[0].normalize)
 
     def _trie(self, kept: dict[Any, Any]) -> ItemTrie:
         """Return the catalogue; workers of other hosts than the scheduler's read the file."""

@@ -24,7 +24,7 @@ from tests.extras.items.unit.catalogues import (
     weight_of,
     write,
 )
-from vllm_trie.extras.items import Rules
+from vllm_trie.extras.items.selection import Rules
 from vllm_trie.files import watched_file
 from vllm_trie.lab.tiny_model import model_path
 

@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_trie.extras.items import ItemTrie, Rules, build_items, open_items, read_items
+from vllm_trie.extras.items.build import build_items
+from vllm_trie.extras.items.selection import Rules
+from vllm_trie.extras.items.sources import read_items
+from vllm_trie.extras.items.trie import ItemTrie
+from vllm_trie.extras.items.trie_file import open_items
 
 Items = dict[tuple[int, ...], int]
 """Tokens of each item, and its id."""

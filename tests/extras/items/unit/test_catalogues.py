@@ -12,12 +12,13 @@ import pytest
 from vllm import SamplingParams
 
 from tests.extras.items.unit.catalogues import write
-from vllm_trie.extras.items import Rules
 from vllm_trie.extras.items import catalogues as module
 from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.catalogues import Catalogues
 from vllm_trie.extras.items.options import ItemOptions
+from vllm_trie.extras.items.selection import Rules
 from vllm_trie.extras.items.sources import read_items
+from vllm_trie.extras.items.step import ItemStep
 from vllm_trie.extras.items.trie_file import open_items
 from vllm_trie.extras.items.worker import ItemSelection
 from vllm_trie.files import watched_file
@@ -94,7 +95,7 @@ def test_workers_hold_two_versions(tmp_path):
     for item_id in range(3):
         trie = open_items(write(tmp_path / "items", {(1, 2): item_id}))
         place, nothing = (str(tmp_path / "items"), trie.memory, trie.version), np.zeros(0)
-        search = ItemSelection(*place, 1, None, "valid", "", None, 0.0, nothing, nothing)
+        search = ItemSelection(*place, "", "valid", None, ItemStep(nothing, nothing, 1))
         searches.append((search, trie))
     for search, trie in (*searches, *searches):
         assert search._trie(kept).values.tolist() == trie.values.tolist()

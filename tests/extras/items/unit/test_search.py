@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from tests.extras.items.unit.catalogues import (
 )
 from tests.unit.beam.models import extended, random_model, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
-from vllm_trie.extras.items.catalogues import Catalogue
-from vllm_trie.extras.items.search import GroupItems
+from vllm_trie.extras.items.search import ItemSearch
 from vllm_trie.extras.items.selection import Rules, SelectedTrie, select
 from vllm_trie.extras.items.step import ItemStep, best_continuations
 from vllm_trie.extras.items.worker import ItemSelection
@@ -38,17 +36,16 @@ RULES = [Rules(deny_prefixes=[[3], [1, 2]]), Rules(allow_items=range(999, 1050))
 
 def run_items(
     next_logits, trie, search_settings, eos=None, normalize="vocabulary", weight_factor=0.0
-) -> GroupItems:
+) -> ItemSearch:
     """Drive a search as the engine does: all rows' logits, then the valid candidates only."""
-    tree, selection = getattr(trie, "trie", trie), getattr(trie, "selection", None)
-    catalogue = Catalogue(Path(), tree)
-    search = GroupItems(catalogue, selection, normalize, search_settings, eos, weight_factor)
+    tree, valid_part = getattr(trie, "trie", trie), getattr(trie, "valid_part", None)
+    search = ItemSearch(tree, valid_part, normalize, search_settings, eos, weight_factor)
     rows = [[]]
     while not search.search.done:
         step = ItemStep(
-            trie, search.nodes, search.search.totals, search_settings.beam_width, eos, weight_factor
+            search.nodes, search.search.totals, search_settings.beam_width, eos, weight_factor
         )
-        (candidates,) = best_continuations([step], next_logits(rows), normalize).fetch()
+        (candidates,) = best_continuations([trie], [step], next_logits(rows), normalize).fetch()
         rows = extended(rows, search.advance(candidates))
         assert tree.find_all(rows).tolist() == search.nodes.tolist()
     return search
@@ -150,8 +147,8 @@ def test_a_row_of_nan_takes_no_place_of_others(catalogues):
     nodes = trie.children(np.array([0])).nodes[:2]
     logits = torch.zeros(2, VOCAB)
     logits[0] = torch.nan
-    step = ItemStep(trie, nodes, np.zeros(2, dtype=np.float32), 2)
-    (best,) = best_continuations([step], logits).fetch()
+    step = ItemStep(nodes, np.zeros(2, dtype=np.float32), 2)
+    (best,) = best_continuations([trie], [step], logits).fetch()
     assert len(best.logprobs)
     assert np.isfinite(best.logprobs).all()
 
@@ -161,11 +158,11 @@ def test_steps_tell_how_many_children_are_valid(catalogues, eos):
     trie, _ = catalogues[1]
     tries = [trie, SelectedTrie(trie, select(trie, RULES[0]))]
     nodes = trie.children(np.array([0])).nodes[:3]
-    steps = [ItemStep(each, nodes, np.zeros(3, dtype=np.float32), 2, eos) for each in tries]
-    for step, best in zip(
-        steps, best_continuations(steps, torch.zeros(6, VOCAB)).fetch(), strict=True
+    steps = [ItemStep(nodes, np.zeros(3, dtype=np.float32), 2, eos)] * 2
+    for whole_or_part, best in zip(
+        tries, best_continuations(tries, steps, torch.zeros(6, VOCAB)).fetch(), strict=True
     ):
-        expected = [len(step.trie.children(np.array([node])).nodes) for node in nodes]
+        expected = [len(whole_or_part.children(np.array([node])).nodes) for node in nodes]
         assert best.num_children.tolist() == expected
 
 
@@ -193,9 +190,8 @@ def test_searches_of_one_step_do_not_see_one_another(catalogues, caplog, waits, 
             eos, weight = [None, EOS][number // 2 % 2], float(random.choice([0.0, 2.0]))
             nodes = nodes_at(catalogues[i][0], random, width)
             normalize = ["vocabulary", "valid"][number // 4 % 2]
-            selections.append(ItemSelection(
-                str(i), "", "", width, eos, normalize, name, None, weight, nodes, totals
-            ))  # fmt: skip
+            step = ItemStep(nodes, totals, width, eos, weight)
+            selections.append(ItemSelection(str(i), "", "", name, normalize, None, step))
         else:
             bias = TokenRules(np.arange(3), np.ones(3, dtype=np.float32), None)
             rules, draws = bias if number == 4 else None, Draws(1.5, 7) if number == 6 else None

@@ -27,7 +27,9 @@ def walk(view) -> set[tuple[int, ...]]:
             assert (ends | continues).all()
         paths = [
             (*paths[parent], token)
-            for parent, _, token in zip(*(column.tolist() for column in children), strict=True)
+            for parent, token in zip(
+                children.parents.tolist(), view.tokens[children.nodes].tolist(), strict=True
+            )
         ]
         nodes = children.nodes
     return items

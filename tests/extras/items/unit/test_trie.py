@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from tests.extras.items.unit.catalogues import PlainTrie, random_items, trie_of, write
 from vllm_trie.cli import app
-from vllm_trie.extras.items import ItemsError, build_items, open_items, read_items
+from vllm_trie.extras.items.build import build_items
+from vllm_trie.extras.items.sources import read_items
 from vllm_trie.extras.items.trie import ROOT, IdTexts, text_key, text_keys
+from vllm_trie.extras.items.trie_file import ItemsError, open_items
 from vllm_trie.files.checked_file import PREFIX
 from vllm_trie.lab.tiny_model import model_path
 
@@ -35,10 +37,11 @@ def check_equal(trie, items) -> None:
     seen = {}
     while len(nodes):
         children = trie.children(nodes)
+        tokens = trie.tokens[children.nodes]
         for index, node in enumerate(nodes.tolist()):
             mine = children.parents == index
-            assert children.token_ids[mine].tolist() == plain.allowed(paths[node], None)
-        for parent, node, token in zip(*children, strict=True):
+            assert tokens[mine].tolist() == plain.allowed(paths[node], None)
+        for parent, node, token in zip(*children, tokens, strict=True):
             paths[int(node)] = (*paths[int(nodes[parent])], int(token))
         nodes = children.nodes
         terminal = trie.is_terminal(nodes)
@@ -227,7 +230,8 @@ def test_a_forged_file_with_a_right_digest_is_no_other_trie(path, data):
     nodes, depth, count = np.array([0]), 0, 0
     while len(nodes):
         children = trie.children(nodes)
-        pairs = list(zip(children.parents.tolist(), children.token_ids.tolist(), strict=True))
+        tokens = trie.tokens[children.nodes]
+        pairs = list(zip(children.parents.tolist(), tokens.tolist(), strict=True))
         assert pairs == sorted(set(pairs))
         assert all(0 <= token < 12 for _, token in pairs)
         nodes, depth = children.nodes, depth + 1
