@@ -200,7 +200,7 @@ def files_of(folder: Path) -> dict[str, Any]:
         header, steps, end = read_trace(path)
         written[path.name] = _plain([header.model_dump(), [s.model_dump() for s in steps], end])
     for path in sorted(folder.glob("store/*.store")):
-        written["store"] = [[t.salt.hex(), t.token_ids.tolist()] for t in read_store(path).texts]
+        written["store"] = [[t.salt.hex(), t.token_ids.tolist()] for t in read_store(path)]
     return written
 
 

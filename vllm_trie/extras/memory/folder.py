@@ -12,11 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from vllm_trie.drafts.text_store import KEY_BYTES
+from vllm_trie.drafts.text_store import KEY_BYTES, StoredText
 from vllm_trie.extras.memory.store_file import (
-    Store,
     StoreError,
-    StoreHeader,
     read_header,
     read_store,
 )
@@ -38,19 +36,16 @@ class Identity(NamedTuple):
     """Fingerprint, empty if the engine has no tokenizer."""
     vocab_size: int
 
-    @classmethod
-    def of(cls, header: StoreHeader) -> Identity:
-        """Return the identity of a file."""
-        return cls(header.model, header.tokenizer, header.vocab_size)
-
     @property
     def key(self) -> str:
         """A short form, for names of files."""
         return hashlib.sha256("\0".join(map(str, self)).encode()).hexdigest()[:16]
 
 
-def read_newest(folder: Path, identity: Identity, warn: Callable[[str], None]) -> Store | None:
-    """Return the newest file of an identity that can be used, None if there is none.
+def read_newest(
+    folder: Path, identity: Identity, warn: Callable[[str], None]
+) -> list[StoredText] | None:
+    """Return the texts of the newest file of an identity that can be used, None without one.
 
     Args:
         folder: May be missing.
@@ -80,7 +75,7 @@ def _newest_files(folder: Path, identity: Identity, warn: Callable[[str], None])
         except StoreError as error:
             warn(str(error))
             continue
-        if Identity.of(header) == identity:
+        if Identity(header.model, header.tokenizer, header.vocab_size) == identity:
             saved.append((header.saved_at, path))
     return [path for _, path in sorted(saved, reverse=True)]
 
@@ -119,7 +114,7 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-class Slot:
+class StoreFile:
     """The file that one engine writes, locked as long as the engine lives.
 
     A restarted engine takes the file of its predecessor. Where a file system has no locks, engines
@@ -131,7 +126,7 @@ class Slot:
         self._lock = lock
 
     @classmethod
-    def claim(cls, folder: Path, identity: Identity) -> Slot:
+    def claim(cls, folder: Path, identity: Identity) -> StoreFile:
         """Take the first file that no other engine holds; makes the folder if it is missing.
 
         Raises:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -70,14 +69,6 @@ FORMAT = CheckedFormat(
 read_header = FORMAT.read_header
 
 
-class Store(NamedTuple):
-    """Content of a file."""
-
-    header: StoreHeader
-    texts: list[StoredText]
-    """Least recently used first."""
-
-
 def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) -> None:
     """Write a file of mode 0600; an older one is replaced once the new one is complete.
 
@@ -115,8 +106,8 @@ def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) ->
     FORMAT.write(path, header.model_copy(update=counts), body())
 
 
-def read_store(path: Path) -> Store:
-    """Check a whole file and return its content.
+def read_store(path: Path) -> list[StoredText]:
+    """Check a whole file and return its texts, least recently used first.
 
     Raises:
         StoreError: The file is missing, of another kind or version, truncated, changed since it was
@@ -135,21 +126,17 @@ def read_store(path: Path) -> Store:
         raise FORMAT.problem(path, "it has tokens outside its vocabulary")
     if header.num_prompts not in (0, header.num_texts):
         raise FORMAT.problem(path, "it does not have one prompt a text")
-    table = [bytes(digest) for digest in digests.reshape(-1, _SALT_BYTES)]
+    salts = [*map(bytes, digests.reshape(-1, _SALT_BYTES)), _NO_SALT]
+    marks = [bytes(mark) if mark.any() else b"" for mark in prompts.reshape(-1, PROMPT_BYTES)]
     ends = np.cumsum(lengths, dtype=np.int64)
-    texts = [
-        StoredText(
-            table[number] if number >= 0 else _NO_SALT,
-            tokens[end - length : end].astype(np.int32),  # a copy: texts leave the store one by one
-        )
-        for number, length, end in zip(
-            numbers.tolist(), lengths.tolist(), ends.tolist(), strict=True
+    return [
+        # A copy of the tokens: texts leave the store one by one.
+        StoredText(salts[number], tokens[end - length : end].astype(np.int32), mark)
+        for number, length, end, mark in zip(
+            numbers.tolist(),
+            lengths.tolist(),
+            ends.tolist(),
+            marks or [b""] * header.num_texts,
+            strict=True,
         )
     ]
-    if header.num_prompts:
-        marks = map(bytes, prompts.reshape(-1, PROMPT_BYTES))
-        texts = [
-            text._replace(prompt=mark if mark != _NO_PROMPT else b"")
-            for text, mark in zip(texts, marks, strict=True)
-        ]
-    return Store(header, texts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.text_store import StoredText, TextStore
-from vllm_trie.extras.memory.folder import Identity, Slot, prompt_key, read_newest
+from vllm_trie.extras.memory.folder import Identity, StoreFile, prompt_key, read_newest
 from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.replicas import PASSWORD, USER, Replicas
 from vllm_trie.extras.memory.store_file import StoreHeader, write_store
@@ -54,13 +54,13 @@ class WarmStart(TextStore, StepObserver):
         self._has_changed = False
         self._failed = False
         self._job: threading.Thread | None = None
-        self._slot: Slot | None = None
+        self._file: StoreFile | None = None
         try:
             self.prompt_key = prompt_key(folder)
         except OSError as error:
             logger.warning("store_path=%r: %s; answers are not found by prompt", str(folder), error)
         try:
-            self._slot = Slot.claim(folder, identity)
+            self._file = StoreFile.claim(folder, identity)
         except OSError as error:
             logger.warning("store_path=%r: %s; this engine saves nothing there", str(folder), error)
         atexit.register(_close, weakref.ref(self))
@@ -68,58 +68,58 @@ class WarmStart(TextStore, StepObserver):
     def restore(self, texts: Callable[[], Sequence[StoredText]]) -> Sequence[StoredText]:
         self._texts = texts
         try:
-            store = read_newest(self._folder, self._identity, logger.warning)
+            saved = read_newest(self._folder, self._identity, logger.warning)
         except Exception:
             logger.warning(
                 "warm start from %s failed; the start is cold", self._folder, exc_info=True
             )
             return ()
-        if store is None:
+        if saved is None:
             logger.info("cold start: %s has no file of this model", self._folder)
             return ()
-        logger.info("warm start from %s: %d texts", self._folder, len(store.texts))
-        return store.texts
+        logger.info("warm start from %s: %d texts", self._folder, len(saved))
+        return saved
 
     def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Save if it is time to."""
         self._has_changed |= any(new_tokens)
-        slot, now = self._slot, time.monotonic()
-        if slot is None or now < self._next_save or (self._job and self._job.is_alive()):
+        file, now = self._file, time.monotonic()
+        if file is None or now < self._next_save or (self._job and self._job.is_alive()):
             return
         self._next_save = now + INTERVAL
-        self._start_job(slot)
+        self._start_job(file)
 
     def forget(self) -> None:
         """Save at once that nothing is left: no request may follow, nor a shutdown."""
         self._has_changed = True
-        if self._slot is not None:
-            self._start_job(self._slot)
+        if self._file is not None:
+            self._start_job(self._file)
 
     def closed(self) -> None:
         """Save and give the file back.
 
         An engine that served nothing and forgot nothing leaves the file as it is.
         """
-        slot = self._slot
-        if slot is None:
+        file = self._file
+        if file is None:
             return
         if self._job is not None:
             self._job.join(_LAST_SAVE)
-        self._slot = None
+        self._file = None
         if self._job is not None and self._job.is_alive():
             return  # it writes to the file, whose lock goes with it
         if self._has_changed:
-            self._write(slot, *self._snapshot())
-        slot.release()
+            self._write(file, *self._snapshot())
+        file.release()
 
-    def _start_job(self, slot: Slot) -> None:
-        arguments = (slot, *self._snapshot(), self._job)
+    def _start_job(self, file: StoreFile) -> None:
+        arguments = (file, *self._snapshot(), self._job)
         job = threading.Thread(target=self._write, args=arguments, daemon=True)
         try:
             job.start()
             self._job = job
         except RuntimeError as error:  # the process may have no more threads
-            self._fail(slot, error)
+            self._fail(file, error)
 
     def _snapshot(self) -> tuple[StoreHeader, Sequence[StoredText]]:
         header = StoreHeader(**self._identity._asdict(), saved_at=time.time())
@@ -127,7 +127,7 @@ class WarmStart(TextStore, StepObserver):
 
     def _write(
         self,
-        slot: Slot,
+        file: StoreFile,
         header: StoreHeader,
         texts: Sequence[StoredText],
         before: threading.Thread | None = None,
@@ -136,14 +136,14 @@ class WarmStart(TextStore, StepObserver):
         if before is not None:
             before.join()
         try:
-            write_store(slot.path, header, texts)
+            write_store(file.path, header, texts)
             self._failed = False
         except Exception as error:  # a full disk, a folder that is gone
-            self._fail(slot, error)
+            self._fail(file, error)
 
-    def _fail(self, slot: Slot, error: Exception) -> None:
+    def _fail(self, file: StoreFile, error: Exception) -> None:
         level = logging.DEBUG if self._failed else logging.WARNING
-        logger.log(level, "%s could not be saved: %s; the engine goes on", slot.path, error)
+        logger.log(level, "%s could not be saved: %s; the engine goes on", file.path, error)
         self._failed = True
 
 

@@ -42,7 +42,7 @@ def test_a_restart_is_warm_and_gives_the_same_tokens(tmp_path, caplog, monkeypat
     tokens, cold, said = run(folder, caplog)
     assert "cold start" in said
     [path] = folder.glob("*.store")
-    texts = read_store(path).texts
+    texts = read_store(path)
     assert sorted(text.token_ids.tolist() for text in texts) == sorted(map(list, tokens))
     again, warm, said = run(folder, caplog)
     assert "warm start from" in said

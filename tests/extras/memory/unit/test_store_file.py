@@ -12,11 +12,12 @@ import pytest
 
 from tests.processes import run_python
 from vllm_trie.drafts.text_store import StoredText, salt_digest
-from vllm_trie.extras.memory.folder import Identity, Slot, prompt_key, read_newest
+from vllm_trie.extras.memory.folder import Identity, StoreFile, prompt_key, read_newest
 from vllm_trie.extras.memory.store_file import (
     FORMAT,
     StoreError,
     StoreHeader,
+    read_header,
     read_store,
     write_store,
 )
@@ -51,22 +52,22 @@ def file(tmp_path):
 
 
 def test_what_is_read_is_what_was_written(file):
-    header, texts = read_store(file)
+    header, texts = read_header(file), read_store(file)
     assert as_lists(texts) == as_lists(TEXTS)
     assert (header.num_texts, header.num_salts, header.num_tokens) == (4, 1, 8)
     assert oct(file.stat().st_mode & 0o777) == "0o600"
     assert b"tenant" not in file.read_bytes()
     write_store(file, header, [])
-    assert read_store(file).texts == []
+    assert read_store(file) == []
 
 
 def test_prompts_are_kept_with_their_answers(file):
     texts = [TEXTS[0]._replace(prompt=b"12345678"), TEXTS[1]]
     write_store(file, make_header(), texts)
-    assert read_store(file).header.num_prompts == 2
-    assert [text.prompt for text in read_store(file).texts] == [b"12345678", b""]
+    assert read_header(file).num_prompts == 2
+    assert [text.prompt for text in read_store(file)] == [b"12345678", b""]
     write_store(file, make_header(), TEXTS)
-    assert read_store(file).header.num_prompts == 0
+    assert read_header(file).num_prompts == 0
 
 
 def test_the_key_of_prompts_is_made_once_and_is_private(tmp_path):
@@ -94,7 +95,7 @@ def test_the_key_of_prompts_without_hard_links(tmp_path, monkeypatch):
 def test_a_file_is_bounded(file, monkeypatch):
     monkeypatch.setattr("vllm_trie.extras.memory.store_file.MAX_TOKENS", 5)
     write_store(file, make_header(), TEXTS)
-    assert as_lists(read_store(file).texts) == as_lists(TEXTS[1:])
+    assert as_lists(read_store(file)) == as_lists(TEXTS[1:])
 
 
 def forge(file: Path, header: dict[str, Any], body: bytes) -> None:
@@ -145,7 +146,7 @@ def test_a_file_of_an_earlier_version_is_read(file):
     """Version 0.3 kept the numbers of drafter and node budget in the header."""
     numbers = {"drafter": "ngram_trie", "acceptance": {"verified": [1.0]}, "machine": "cpu"}
     forge(file, {"num_texts": 1, "num_tokens": 1, **numbers}, ints(1, -1, 5))
-    assert as_lists(read_store(file).texts) == [(b"", [5])]
+    assert as_lists(read_store(file)) == [(b"", [5])]
 
 
 # -- a folder --------------------------------------------------------------------------------------
@@ -169,21 +170,21 @@ def test_the_newest_file_that_can_be_used_is_read(tmp_path):
     for age in (1, 3, 2):
         write_store(tmp_path / f"{age}.store", make_header(saved_at=float(age)), [make_text(age)])
     store = read_newest(tmp_path, MODEL, pytest.fail)
-    assert as_lists(store.texts) == as_lists([make_text(3)])
+    assert as_lists(store) == as_lists([make_text(3)])
     # One is truncated, which its header shows, and of one the content is damaged.
     for age, damaged in ((3, b""), (2, b"x")):
         path = tmp_path / f"{age}.store"
         path.write_bytes(path.read_bytes()[:-1] + damaged)
     store = read_newest(tmp_path, MODEL, warnings.append)
-    assert as_lists(store.texts) == as_lists([make_text(1)])
+    assert as_lists(store) == as_lists([make_text(1)])
     assert ["truncated" in warning for warning in warnings] == [True, False]
     assert "damaged" in warnings[1]
 
 
 def test_engines_write_files_of_their_own(tmp_path):
     folder = tmp_path / "new"
-    first, second = Slot.claim(folder, MODEL), Slot.claim(folder, MODEL)
-    other = Slot.claim(folder, Identity("other", "", 7))
+    first, second = StoreFile.claim(folder, MODEL), StoreFile.claim(folder, MODEL)
+    other = StoreFile.claim(folder, Identity("other", "", 7))
     assert len({first.path, second.path, other.path}) == 3
     assert oct(folder.stat().st_mode & 0o777) == "0o700"
     leftover, old = folder / f".{first.path.name}-killed", folder / f".{other.path.name}-killed"
@@ -193,7 +194,7 @@ def test_engines_write_files_of_their_own(tmp_path):
     a_day_ago = time.time() - 25 * 3600
     os.utime(old, (a_day_ago, a_day_ago))
     first.release()
-    again = Slot.claim(folder, MODEL)
+    again = StoreFile.claim(folder, MODEL)
     assert again.path == first.path
     assert [*folder.glob(".*")] == [recent]
 
@@ -205,9 +206,9 @@ def test_lock_files_that_are_none(tmp_path):
     (tmp_path / f"{MODEL.key}-0.lock").symlink_to(target)
     (tmp_path / f"{MODEL.key}-1.lock").mkdir()
     os.mkfifo(tmp_path / f"{MODEL.key}-2.lock")
-    slot = Slot.claim(tmp_path, MODEL)
-    assert slot.path.name == f"{MODEL.key}-2.store"
-    other = Slot.claim(tmp_path, MODEL)
+    claimed = StoreFile.claim(tmp_path, MODEL)
+    assert claimed.path.name == f"{MODEL.key}-2.store"
+    other = StoreFile.claim(tmp_path, MODEL)
     assert other.path.with_suffix(".lock").stat().st_mode & 0o777 == 0o600
     assert target.read_text() == "kept"
 
@@ -232,16 +233,16 @@ for kill in range(kills):
     time.sleep(rng.uniform(0, 3 * seconds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert len(read_store(path).texts) == 300, kill
+    assert len(read_store(path)) == 300, kill
 print(len(list(path.parent.glob(".*"))), "left over")
 """
 
 
 def test_a_killed_writer_leaves_the_file_whole(tmp_path):
-    slot = Slot.claim(tmp_path, MODEL)
-    printed = run_python("-c", WRITER, str(slot.path), "60", timeout=300).stdout
+    claimed = StoreFile.claim(tmp_path, MODEL)
+    printed = run_python("-c", WRITER, str(claimed.path), "60", timeout=300).stdout
     assert not printed.startswith("0 "), "no kill hit a write"
-    assert len(read_store(slot.path).texts) == 300
-    slot.release()
-    assert Slot.claim(tmp_path, MODEL).path == slot.path
+    assert len(read_store(claimed.path)) == 300
+    claimed.release()
+    assert StoreFile.claim(tmp_path, MODEL).path == claimed.path
     assert list(tmp_path.glob(".*")) == []

@@ -14,7 +14,7 @@ from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
 from vllm_trie.drafts import Drafter
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.memory import warm_start as module
-from vllm_trie.extras.memory.folder import Identity, Slot
+from vllm_trie.extras.memory.folder import Identity, StoreFile
 from vllm_trie.extras.memory.store_file import read_store, write_store
 from vllm_trie.extras.memory.warm_start import WarmStart
 from vllm_trie.hooks.wire import TreeStats
@@ -106,7 +106,7 @@ def test_a_tenants_text_is_drafted_for_nobody_else(tmp_path):
     end_step(saving)
     saving.closed()
     [path] = tmp_path.glob("*.store")
-    [stored] = {text.salt for text in read_store(path).texts}
+    [stored] = {text.salt for text in read_store(path)}
     guesses = [
         None,
         "",
@@ -146,7 +146,7 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
     assert len(threads) == 1
     assert threads[0] != threading.current_thread().name
     [path] = tmp_path.glob("*.store")
-    assert len(read_store(path).texts) == 2
+    assert len(read_store(path)) == 2
     saving.closed()
     saving.closed()
     assert len(threads) == 2
@@ -171,13 +171,13 @@ def test_a_save_that_is_slow_keeps_its_file(tmp_path, monkeypatch):
     end_step(saving)
     assert begun.wait(30.0)
     saving.closed()
-    other = Slot.claim(tmp_path, IDENTITY)
+    other = StoreFile.claim(tmp_path, IDENTITY)
     go_on.set()
     finish_job(saving)
     [path] = tmp_path.glob("*.store")
     assert other.path != path
-    assert len(read_store(path).texts) == 2
-    assert Slot.claim(tmp_path, IDENTITY).path == path
+    assert len(read_store(path)) == 2
+    assert StoreFile.claim(tmp_path, IDENTITY).path == path
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["idle", "while a save writes"])
@@ -199,7 +199,7 @@ def test_what_was_reset_is_gone_from_the_file_at_once(tmp_path, monkeypatch, wri
     may_write.set()
     finish_job(saving)
     [path] = tmp_path.glob("*.store")
-    assert read_store(path).texts == []
+    assert read_store(path) == []
 
 
 def test_a_reset_that_is_not_saved_at_once_is_saved_at_the_end(tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ def test_a_reset_that_is_not_saved_at_once_is_saved_at_the_end(tmp_path, monkeyp
         drafter.reset()
     saving.closed()
     [path] = tmp_path.glob("*.store")
-    assert read_store(path).texts == []
+    assert read_store(path) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monkeypatch):
