@@ -15,8 +15,9 @@ class FinishedNode(NamedTuple):
     Attributes:
         score: Sum of log-probabilities over ``length ** length_penalty``, float32.
         node: Index of its last token's node.
-        reason: ``"stop"`` for a stop token or stop string, ``"length"`` for ``max_new_tokens``.
-        stop: The stop token id or stop string, None if the length ended it.
+        reason: ``"stop"`` for a stop token, a stop string or a complete item, ``"length"`` for
+            ``max_new_tokens``.
+        stop: The stop token id or stop string, None if something else ended it.
     """
 
     score: np.float32
@@ -26,21 +27,13 @@ class FinishedNode(NamedTuple):
 
 
 class FinishedSet:
-    """The best finished hypotheses, best first, at most ``capacity`` of them.
+    """The best finished hypotheses of a diverse group, best first, at most ``group_width``.
 
     All arithmetic is float32, as in Hugging Face's ``generate``, to which scores must be equal.
     """
 
-    def __init__(self, settings: SearchSettings, capacity: int) -> None:
-        self._capacity = capacity
-        self._penalty = settings.length_penalty
-        self._stops_when_full = settings.stops_when_full
-        self._final_length = (
-            settings.max_new_tokens
-            if settings.early_stopping == "never" and settings.length_penalty > 0
-            else None
-        )
-        self._most_added = settings.most_added
+    def __init__(self, settings: SearchSettings) -> None:
+        self._settings = settings
         self.best: list[FinishedNode] = []
 
     def score(self, sums: np.ndarray, length: int) -> np.ndarray:
@@ -50,13 +43,13 @@ class FinishedSet:
             sums: float32 [...], sums of log-probabilities.
             length: Tokens of each of them.
         """
-        scores: np.ndarray = sums / np.float32(length**self._penalty)
+        scores: np.ndarray = sums / np.float32(length**self._settings.length_penalty)
         return scores
 
     def add(self, new: list[FinishedNode]) -> None:
         """Merge a step's finished hypotheses; a tie goes to the older one."""
         self.best = sorted([*self.best, *new], key=lambda hypothesis: -hypothesis.score)
-        del self.best[self._capacity :]
+        del self.best[self._settings.group_width :]
 
     def closed(self, best_running: float, length: int) -> bool:
         """Return whether no running hypothesis can change the set.
@@ -65,10 +58,13 @@ class FinishedSet:
             best_running: Sum of log-probabilities of the best running hypothesis.
             length: Number of its generated tokens.
         """
-        if len(self.best) < self._capacity:
+        settings = self._settings
+        if len(self.best) < settings.group_width:
             return False
-        if self._stops_when_full:
+        if settings.stops_when_full:
             return True
-        best = np.asarray(best_running + self._most_added, dtype=np.float32)
-        attainable = self.score(best, self._final_length or length)
+        if settings.early_stopping == "never" and settings.length_penalty > 0:
+            length = settings.max_new_tokens
+        best = np.asarray(best_running + settings.most_added, dtype=np.float32)
+        attainable = self.score(best, length)
         return not attainable > self.best[-1].score

@@ -109,7 +109,6 @@ class BeamSearch:
         self.trace: SearchTrace | None = None
         self._rules = CandidateRules(settings, prompt_token_ids)
         self._find_stop_string = find_stop_string
-        self._stop_token_ids = frozenset(settings.stop_token_ids)
         self._seeds = np.random.SeedSequence(settings.seed)
         self._random = np.random.default_rng(self._seeds) if settings.do_sample else None
         self._nodes = Nodes()
@@ -308,13 +307,15 @@ class BeamSearch:
             finished = ended[counts[ended]]
             scores = group.finished.score(totals[finished], length)
             nodes = first + np.flatnonzero(counts[ended])
-            reasons = self._reasons(finished, token_ids, fates.stops, outcomes)
-            group.finished.add(
-                [
-                    FinishedNode(score, node, *reason)
-                    for score, node, reason in zip(scores, nodes.tolist(), reasons, strict=True)
-                ]
-            )
+            stops = fates.stops | {
+                int(place): int(token_ids[place])
+                for place in finished[np.isin(token_ids[finished], settings.stop_token_ids)]
+            }
+            new = []
+            for score, node, place in zip(scores, nodes.tolist(), finished.tolist(), strict=True):
+                reason = "stop" if place in stops or outcomes is not None else "length"
+                new.append(FinishedNode(score, node, reason, stops.get(place)))
+            group.finished.add(new)
         group.totals = totals[kept]
         if not len(kept) or group.finished.closed(float(totals[kept[0]]), length):
             group.done = True
@@ -378,27 +379,12 @@ class BeamSearch:
             ends[list(stops)] = True
         return _Fates(ends | last, ~ends & (not last), stops)
 
-    def _reasons(
-        self,
-        places: np.ndarray,
-        token_ids: np.ndarray,
-        stops: dict[int, str],
-        outcomes: Outcomes | None,
-    ) -> list[tuple[str, int | str | None]]:
-        """Return why the candidates at some places end: reason, and stop token or string."""
-        result: list[tuple[str, int | str | None]] = []
-        for place, token_id in zip(places.tolist(), token_ids[places].tolist(), strict=True):
-            stop = token_id if token_id in self._stop_token_ids else stops.get(place)
-            stopped = stop is not None or outcomes is not None
-            result.append(("stop" if stopped else "length", stop))
-        return result
-
 
 class _DiverseGroup:
     """State of one group of a diverse beam search; an ordinary search has one."""
 
     def __init__(self, settings: SearchSettings) -> None:
-        self.finished = FinishedSet(settings, settings.group_width)
+        self.finished = FinishedSet(settings)
         self.first_row = 0
         self.num_rows = 1
         self.totals = np.zeros(1, dtype=np.float32)
