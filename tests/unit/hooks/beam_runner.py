@@ -51,7 +51,7 @@ class BeamRunner:
         self._free = np.random.default_rng(0).permutation(num_slots).tolist()
         self.beams = beams_v2.BeamSlots(self)  # type: ignore[arg-type]
         if device.type == "cpu":  # without Triton
-            self.beams._copy = self._copy  # type: ignore[method-assign]
+            self.beams._copier = SimpleNamespace(copy=self._copy)  # type: ignore[assignment]
 
     def _copy(self, copies: torch.Tensor) -> None:
         """Do what a kernel does on a device."""

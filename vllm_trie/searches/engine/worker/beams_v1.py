@@ -47,7 +47,6 @@ class AttachedBeams:
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
         self.selector = Selector(waits=True)
-        self._names: dict[str, list[str]] = {}  # by proxy id
         self._loras: list[int] = []  # of beams alone
         self.places: dict[str, np.ndarray] = {}
         self.steps: Sequence[BeamStep] = ()
@@ -70,7 +69,7 @@ class AttachedBeams:
         self.steps, self._scheduled = steps, scheduled
         for step in steps:
             first = batch.num_reqs
-            names = self._names_of(step)
+            names = [f"{step.proxy_id}#{i}" for i in range(step.num_beams)]
             state = copy(runner.requests[step.proxy_id])
             state.output_token_ids = []  # it has one of the prompt's step
             state.num_computed_tokens = step.num_computed  # behind all images
@@ -80,12 +79,6 @@ class AttachedBeams:
             scheduled.update(dict.fromkeys(names, 1))
             self._write(step, state, first)
             self.places[step.proxy_id] = np.arange(first, first + len(names))
-
-    def _names_of(self, step: BeamStep) -> list[str]:
-        count = step.num_beams
-        names = self._names.setdefault(step.proxy_id, [])
-        names += [f"{step.proxy_id}#{i}" for i in range(len(names), count)]
-        return names[:count]
 
     def _write(self, step: BeamStep, state: CachedRequestState, first: int) -> None:
         batch: InputBatch = self._runner.input_batch
@@ -99,7 +92,6 @@ class AttachedBeams:
             end = len(shared) + suffix.shape[1]
             table.block_table.np[rows, : len(shared)] = shared
             table.block_table.np[rows, len(shared) : end] = suffix
-            table.num_blocks_per_row[rows] = end
         lora = state.lora_request
         batch.request_lora_mapping[rows] = 0 if lora is None else lora.lora_int_id
         if lora is not None and lora.lora_int_id not in batch.lora_id_to_lora_request:
@@ -116,16 +108,9 @@ class AttachedBeams:
         del batch._req_ids[first:]
         rows = slice(first, first + self.num_beams)
         batch.request_lora_mapping[rows] = 0
-        for table in batch.block_table.block_tables:
-            table.num_blocks_per_row[rows] = 0
         for lora_id in self._loras:
             del batch.lora_id_to_lora_request[lora_id]
         self.places, self.steps, self._loras = {}, (), []
-
-    def forget(self, proxy_ids: set[str]) -> None:
-        """Forget groups that have ended."""
-        for proxy_id in proxy_ids & self._names.keys():
-            del self._names[proxy_id]
 
 
 def beams_of(runner: GPUModelRunner) -> AttachedBeams:
@@ -144,7 +129,6 @@ def _update_states(
 ) -> Result:
     beams = beams_of(self)
     beams.selector.selections = getattr(scheduler_output, SELECTIONS, [])
-    beams.forget(scheduler_output.finished_req_ids)
     corrections = original(self, scheduler_output)
     if steps := getattr(scheduler_output, BEAM_STEPS, ()):
         beams.attach(steps, scheduler_output.num_scheduled_tokens)

@@ -89,8 +89,10 @@ class BeamSlots:
         self.selector = Selector(waits=False)
         self._steps: Sequence[BeamStep] = ()
         self._copies: Sequence[KVCacheBlockCopy] = ()
-        self._addresses: list[int] = []  # of the copier's caches
-        self._copier: BlockCopier | None = None
+
+    @functools.cached_property
+    def _copier(self) -> BlockCopier:
+        return BlockCopier(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
 
     @property
     def _rope(self) -> RopeState | None:
@@ -148,20 +150,11 @@ class BeamSlots:
         # All searches at once: whatever the device does, each call takes the host its time.
         if self._copies:
             copies = np.ascontiguousarray(np.array(self._copies, dtype=np.int64).T)
-            self._copy(to_device(copies, self._runner.device))
+            self._copier.copy(to_device(copies, self._runner.device))
         if sent := [step for step in self._steps if step.token_ids is not None]:
             self._write_sent(sent)
         if ahead := [step for step in self._steps if step.token_ids is None]:
             self._write_children(ahead)
-
-    def _copy(self, copies: torch.Tensor) -> None:
-        """Copy KV blocks as :meth:`BlockCopier.copy`."""
-        caches = self._runner.kv_caches
-        addresses = [cache.data_ptr() for cache in caches]
-        if self._copier is None or self._addresses != addresses:
-            self._addresses = addresses
-            self._copier = BlockCopier(caches, self._runner.kv_cache_config.num_blocks)
-        self._copier.copy(copies)
 
     def _write_sent(self, steps: Sequence[BeamStep]) -> None:
         """Write beams that the scheduler sends."""
@@ -211,7 +204,7 @@ class BeamSlots:
             move_rows(table.gpu[:, :end], sources, targets, *blocks[2 * i : 2 * i + 2])
             for i, (table, end) in enumerate(zip(tables.block_tables, ends, strict=True))
         ]
-        self._copy(torch.cat(copies, dim=1))
+        self._copier.copy(torch.cat(copies, dim=1))
 
     def _write_lengths(
         self, steps: Sequence[BeamStep], indices: np.ndarray, arrays: Sequence[np.ndarray]
