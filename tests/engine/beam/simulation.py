@@ -36,7 +36,6 @@ from vllm_trie.searches.engine.scheduler.beam_scheduler import (
     AsyncTrieBeamScheduler,
     TrieBeamScheduler,
 )
-from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 from vllm_trie.searches.engine.search_wire import (
     BEAM_STEPS,
     CANDIDATES,
@@ -448,7 +447,7 @@ class Simulation:
         if output.finish_reason is not None:
             entry.reason = str(output.finish_reason)
             self.open.discard(output.request_id)
-        if carried := getattr(output, RESULT_FIELD):
+        if carried := output.kv_transfer_params:
             rest = iter(entry.token_ids)
             for hypothesis in carried[SEARCH_KEY].hypotheses:
                 token_ids = [*islice(rest, hypothesis.num_tokens)]

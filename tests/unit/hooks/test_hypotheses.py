@@ -20,7 +20,6 @@ from tests.engine.prompts import tokenizer
 from tests.unit.hooks.frontend import engine_request, output_hooks
 from vllm_trie.hooks.wire import SEARCH_KEY
 from vllm_trie.searches.engine.frontend.hypotheses import PROMPT_TAIL
-from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 from vllm_trie.searches.engine.search_wire import HypothesisAnswer, SearchAnswer
 
 LENGTHS = (6, 4, 0, 6)
@@ -88,8 +87,12 @@ def as_a_search(params: SamplingParams, num_logprobs: int | None = None) -> list
     ]
     columns = logprobs and tuple(array.tobytes() for array in logprobs[:3])
     result = SearchAnswer(hypotheses, columns, {"steps": 6}, None)
-    output = EngineCoreOutput("a", [*chain(*tokens)], finish_reason=reason(0))
-    setattr(output, RESULT_FIELD, {SEARCH_KEY: result})
+    output = EngineCoreOutput(
+        "a",
+        [*chain(*tokens)],
+        finish_reason=reason(0),
+        kv_transfer_params={SEARCH_KEY: result},
+    )
     # Not a decoder of EngineCoreOutputs: msgspec keeps a class's fields as it first reads them, and
     # the plugin's scheduler statistics are not among them yet.
     received = MsgpackDecoder(list[EngineCoreOutput]).decode(MsgpackEncoder().encode([output]))

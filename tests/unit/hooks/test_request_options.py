@@ -194,7 +194,7 @@ def served_params(monkeypatch: pytest.MonkeyPatch, extra_args: Any, **fields: An
     monkeypatch.setattr(requests, "reason_off", lambda config: None)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(logits_processors=None),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_active_seqs=None),
         kv_transfer_config=None,
         additional_config={CONFIG_KEY: {"items": {"shop": "PATH"}}},
     )

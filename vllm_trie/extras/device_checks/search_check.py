@@ -34,7 +34,6 @@ from vllm_trie.hooks.wire import SEARCH_KEY, ReadyResponse, internal_params
 from vllm_trie.searches import BeamOptions
 from vllm_trie.searches.engine.beam_support import beam_slots, min_blocks
 from vllm_trie.searches.engine.scheduler.beam_scheduler import TrieBeamScheduler
-from vllm_trie.searches.engine.scheduler.group import RESULT_FIELD
 from vllm_trie.searches.engine.scheduler.tables import num_blocks
 from vllm_trie.searches.engine.search_wire import BeamSpec, SearchAnswer
 
@@ -238,7 +237,7 @@ def _texts(request: Request, outputs: Sequence[EngineCoreOutput]) -> list[_Text]
     """Return what a request has generated; of a search its hypotheses, best first."""
     prompt = request.prompt_token_ids or []
     token_ids = [token for output in outputs for token in output.new_token_ids]
-    answer: SearchAnswer | None = (getattr(outputs[-1], RESULT_FIELD) or {}).get(SEARCH_KEY)
+    answer: SearchAnswer | None = (outputs[-1].kv_transfer_params or {}).get(SEARCH_KEY)
     if answer is None:
         parts = [output.new_logprobs.logprobs[:, 0] for output in outputs if output.new_logprobs]
         ordinary = np.concatenate(parts)

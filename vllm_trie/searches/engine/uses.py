@@ -42,7 +42,7 @@ _beams("v1.request:Request.append_output_token_ids", "relied on",
     "writes _output_token_ids and _all_token_ids, which a proxy replaces", "token_ids")
 _beams("v1.request:Request.take_prefill_stats", "called", "of a search's first output", "")
 _beams("v1.engine:EngineCoreOutput", "made", "the whole output of a search",
-    "request_id new_token_ids finish_reason")
+    "request_id new_token_ids finish_reason kv_transfer_params")
 for _method_name, _parameters in (
     ("accept_tokens", "request_id tokens"), ("rollback", "num_tokens"), ("reset", ""),
     ("fill_bitmask", "bitmask batch_index"),

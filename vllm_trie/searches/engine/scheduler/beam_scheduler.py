@@ -147,11 +147,6 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
     """
 
 
-def scheduler_class(scheduler_config: SchedulerConfig) -> type[TrieBeamScheduler]:
-    """Return the scheduler with beam search for synchronous or asynchronous scheduling."""
-    return AsyncTrieBeamScheduler if scheduler_config.async_scheduling else TrieBeamScheduler
-
-
 @of_beams().wraps(
     "config.scheduler:SchedulerConfig.get_scheduler_cls",
     "schedulers with beam search take the place of vLLM's own",
@@ -165,4 +160,4 @@ def get_scheduler_cls(original: Callable[..., Any], self: SchedulerConfig) -> An
             str(self.scheduler_cls),
         )
         return original(self)
-    return scheduler_class(self)
+    return AsyncTrieBeamScheduler if self.async_scheduling else TrieBeamScheduler

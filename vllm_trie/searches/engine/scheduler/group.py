@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
 
-RESULT_FIELD = "kv_transfer_params"
-"""Field of an ``EngineCoreOutput`` in which a search's result travels to the front end."""
-
 MISSING = Hypothesis([], [], float("-inf"), 0.0, "length", None, np.zeros((0, 3), dtype=np.int64))
 """Takes the place of hypotheses that the search did not find."""
 
@@ -186,16 +183,15 @@ class BeamGroup:
         if self.search.trace is not None:
             answers[0].beam["trace"] = self.search.trace._asdict()
         answer = SearchAnswer(answers, self._logprobs_of(hypotheses), shared, report)
-        output = EngineCoreOutput(
+        return EngineCoreOutput(
             request_id=self.request.request_id,
             new_token_ids=[token for hypothesis in hypotheses for token in hypothesis.token_ids],
             finish_reason=FinishReason(answers[0].finish_reason),
             events=self.request.take_events(),
             prefill_stats=self._prefill_stats,
             trace_headers=self.request.trace_headers,
+            kv_transfer_params={SEARCH_KEY: answer},
         )
-        setattr(output, RESULT_FIELD, {SEARCH_KEY: answer})
-        return output
 
     def _answer(self, hypothesis: Hypothesis) -> HypothesisAnswer:
         stop, described = self._of_group.described(hypothesis)

@@ -236,7 +236,7 @@ class BeamGroups:
         """
         if self._started:
             scheduler_output, ready = proxies.take_outputs(
-                self._scheduler, self._started, scheduler_output, model_output
+                self._scheduler, self._started.values(), scheduler_output, model_output
             )
             for group in ready:
                 with self._failing_alone(group):

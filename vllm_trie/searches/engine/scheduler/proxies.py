@@ -12,7 +12,7 @@ The functions here change proxies in the scheduler's ``requests``, ``running`` l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.searches.engine.scheduler.beams import BeamProxy, GroupBeams
+from vllm_trie.searches.engine.scheduler.beams import BeamProxy
 from vllm_trie.searches.engine.scheduler.group import BeamGroup
 from vllm_trie.searches.engine.scheduler.tables import check_references
 from vllm_trie.searches.engine.search_wire import BEAM_STEPS, CANDIDATES, BeamStep
@@ -43,16 +43,6 @@ class BeamCounters:
     beams_recomputed: int = 0
     beams_preempted: int = 0
     groups_failed: int = 0
-
-
-Groups = Mapping[str, BeamGroup]
-"""By the id of their search."""
-
-
-def beams_of(scheduler: Scheduler, request_id: str) -> GroupBeams | None:
-    """Return the beams that a request stands for, None for any other request."""
-    request = scheduler.requests.get(request_id)
-    return request.beams if isinstance(request, BeamProxy) else None
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -77,8 +67,12 @@ def send_beams(
 ) -> Collection[str]:
     """Put the beams of the scheduled groups in the place of their proxies; return these."""
     scheduled = output.num_scheduled_tokens
-    proxies = {i: beams for i in scheduled if (beams := beams_of(scheduler, i)) is not None}
-    decoding = {i: beams for i, beams in proxies.items() if beams.decodes}
+    requests = {i: scheduler.requests.get(i) for i in scheduled}
+    decoding = {
+        i: request.beams
+        for i, request in requests.items()
+        if isinstance(request, BeamProxy) and request.beams.decodes
+    }
     if not decoding:
         return ()
     steps: list[BeamStep] = []
@@ -101,7 +95,7 @@ def send_beams(
 
 def take_outputs(
     scheduler: Scheduler,
-    groups: Groups,
+    groups: Collection[BeamGroup],
     scheduler_output: SchedulerOutput,
     model_output: ModelRunnerOutput,
 ) -> tuple[SchedulerOutput, list[BeamGroup]]:
@@ -112,7 +106,7 @@ def take_outputs(
         all candidates of its step.
     """
     scheduled = scheduler_output.num_scheduled_tokens
-    of_proxy = {group.beams.proxy.request_id: group for group in groups.values()}
+    of_proxy = {group.beams.proxy.request_id: group for group in groups}
     prompts = {i: of_proxy[i] for i in scheduled if i in of_proxy}
     rest = copy(scheduler_output)
     rest.num_scheduled_tokens = {i: n for i, n in scheduled.items() if i not in prompts}
