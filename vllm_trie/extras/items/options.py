@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from vllm_trie.extras.items.catalogues import Catalogues
 from vllm_trie.extras.items.search import ItemSearch
 from vllm_trie.extras.items.selection import Rules
+from vllm_trie.extras.items.sources import MAX_LENGTH
 from vllm_trie.extras.items.start import ITEMS, catalogue_paths
 from vllm_trie.extras.items.trie_file import ItemsError, ItemsHeader, read_header
 from vllm_trie.files import watched_file
@@ -96,7 +97,7 @@ _Ids = Annotated[
 ]
 _Prefix = Annotated[
     list[Annotated[int, Field(ge=0, le=2**31 - 1)]],
-    Field(min_length=1, max_length=512, strict=False, fail_fast=True),
+    Field(min_length=1, max_length=MAX_LENGTH, strict=False, fail_fast=True),
 ]
 _Prefixes = Annotated[list[_Prefix], _Entries, BeforeValidator(_from_json)]
 
@@ -190,7 +191,7 @@ class ItemOptions(SearchConstraint):
             )
         path = catalogue_paths(vllm_config)[self.items]
         try:
-            header = _read_header(path, _stamp(path, time.monotonic() // watched_file.INTERVAL))
+            header = _read_header(path, time.monotonic() // watched_file.INTERVAL)
         except (ItemsError, OSError):
             return  # the scheduler serves the version before, and checks the length, too
         self._check_ids(header)
@@ -210,12 +211,8 @@ class ItemOptions(SearchConstraint):
 
     def _check_ids(self, header: ItemsHeader) -> None:
         kind = {"int": int, "str": str}[header.ids]
-        firsts: Iterable[tuple[str, list[Any]]] = (
-            ("allow_items", (self.allow_items or [])[:1]),
-            ("deny_items", (self.deny_items or [])[:1]),
-        )
-        for name, ids in firsts:
-            if ids and not isinstance(ids[0], kind):
+        for name in ("allow_items", "deny_items"):
+            if (ids := getattr(self, name)) and not isinstance(ids[0], kind):
                 raise BeamRequestError(
                     f"{name} has {shown(ids[0])}, the ids of {self.items!r} are of type "
                     f"{header.ids}; write them so"
@@ -261,11 +258,6 @@ class ItemOptions(SearchConstraint):
 
 
 @functools.lru_cache(maxsize=64)
-def _stamp(path: Path, interval: float) -> tuple[int, ...]:
+def _read_header(path: Path, interval: float) -> ItemsHeader:
     """Look at a file once in each interval, as the engine does: the server waits for it."""
-    return watched_file.file_stamp(path)
-
-
-@functools.lru_cache(maxsize=64)
-def _read_header(path: Path, stamp: tuple[int, ...]) -> ItemsHeader:
     return read_header(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from vllm_trie.extras.items.trie_file import ItemsError
 
 Encode = Callable[[str], list[int]]
 """Token ids of a text."""
+ErrorAt = Callable[[int, str], ItemsError]
+"""Takes the index of an item of a batch and what is wrong with it; its message names its origin."""
 
 MAX_LENGTH = 512
 """Longest item, tokens: far beyond item names, and short enough for rows of one width."""
@@ -67,23 +70,16 @@ def _read_lines(path: Path, encode: Encode | None, max_token: int) -> Iterator[B
             numbers = [n for n, line in enumerate(lines, first) if not line.isspace()]
             if numbers:
                 filled = [lines[n - first] for n in numbers]
-                where = _Where(f"{path}, line", numbers)
-                yield _batch(_parse(filled, where), encode, max_token, where)
+                error_at = partial(_error, f"{path}, line", numbers)
+                yield _batch(_parse(filled, error_at), encode, max_token, error_at)
             first += len(lines)
 
 
-class _Where:
-    """The origin of each item of a batch, for messages."""
-
-    def __init__(self, unit: str, numbers: Sequence[int]) -> None:
-        self._unit = unit
-        self._numbers = numbers
-
-    def error(self, index: int, reason: str) -> ItemsError:
-        return ItemsError(f"{self._unit} {self._numbers[index]}: {reason}")
+def _error(unit: str, numbers: Sequence[int], index: int, reason: str) -> ItemsError:
+    return ItemsError(f"{unit} {numbers[index]}: {reason}")
 
 
-def _parse(lines: list[bytes], where: _Where) -> list[Any]:
+def _parse(lines: list[bytes], error_at: ErrorAt) -> list[Any]:
     try:  # one call instead of thousands
         items = json.loads(b"[" + b",".join(lines) + b"]")
         if len(items) == len(lines):
@@ -95,47 +91,47 @@ def _parse(lines: list[bytes], where: _Where) -> list[Any]:
         try:
             items.append(json.loads(line))
         except ValueError as error:
-            raise where.error(index, f"this is not JSON: {error}") from None
+            raise error_at(index, f"this is not JSON: {error}") from None
     return items
 
 
-def _batch(items: list[Any], encode: Encode | None, max_token: int, where: _Where) -> Batch:
+def _batch(items: list[Any], encode: Encode | None, max_token: int, error_at: ErrorAt) -> Batch:
     """Return dictionaries with ``id``, ``tokens`` or ``text``, and ``weight`` as a batch."""
     for index, item in enumerate(items):
         if not isinstance(item, dict) or "id" not in item:
-            raise where.error(index, "an item must be an object with 'id' and 'tokens' or 'text'")
+            raise error_at(index, "an item must be an object with 'id' and 'tokens' or 'text'")
         if "tokens" not in item:
-            item["tokens"] = _encoded(item, encode, where, index)
+            item["tokens"] = _encoded(item, encode, error_at, index)
     ids = [item["id"] for item in items]
-    _check_ids(ids, where)
-    rows = _rows([item["tokens"] for item in items], max_token, where)
-    return Batch(rows, ids, _weights(items, where))
+    _check_ids(ids, error_at)
+    rows = _rows([item["tokens"] for item in items], max_token, error_at)
+    return Batch(rows, ids, _weights(items, error_at))
 
 
-def _weights(items: list[Any], where: _Where) -> np.ndarray | None:
+def _weights(items: list[Any], error_at: ErrorAt) -> np.ndarray | None:
     values = [item.get("weight") for item in items]
     if all(value is None for value in values):
         return None
     for index, value in enumerate(values):
         if value is not None and (type(value) not in (int, float) or not abs(value) <= _MAX_WEIGHT):
-            raise where.error(
+            raise error_at(
                 index, f"weight {value!r} must be a number from {-_MAX_WEIGHT:g} to {_MAX_WEIGHT:g}"
             )
     return np.array([value or 0.0 for value in values], dtype=np.float32)
 
 
 def _encoded(
-    item: dict[str, object], encode: Encode | None, where: _Where, index: int
+    item: dict[str, object], encode: Encode | None, error_at: ErrorAt, index: int
 ) -> list[int]:
     text = item.get("text")
     if not isinstance(text, str):
-        raise where.error(index, "the item has neither 'tokens' (integers) nor 'text' (a string)")
+        raise error_at(index, "the item has neither 'tokens' (integers) nor 'text' (a string)")
     if encode is None:
-        raise where.error(index, "the item has a 'text'; name the model's tokenizer (--tokenizer)")
+        raise error_at(index, "the item has a 'text'; name the model's tokenizer (--tokenizer)")
     return encode(text)
 
 
-def _check_ids(ids: list[Any], where: _Where) -> None:
+def _check_ids(ids: list[Any], error_at: ErrorAt) -> None:
     types = set(map(type, ids))
     if types == {str}:
         try:
@@ -143,36 +139,34 @@ def _check_ids(ids: list[Any], where: _Where) -> None:
         except UnicodeEncodeError as error:
             ends = accumulate(map(len, ids))
             index = next(i for i, end in enumerate(ends) if end > error.start)
-            raise where.error(index, f"id {ids[index]!r} has half a surrogate pair") from None
+            raise error_at(index, f"id {ids[index]!r} has half a surrogate pair") from None
         return
     if types == {int} and min(ids) >= _LIMITS.min and max(ids) <= _LIMITS.max:
         return
     for index, item_id in enumerate(ids):
         if type(item_id) is int and not _LIMITS.min <= item_id <= _LIMITS.max:
-            raise where.error(
-                index, f"id {item_id} does not fit into 64 bits; write it as a string"
-            )
+            raise error_at(index, f"id {item_id} does not fit into 64 bits; write it as a string")
         if type(item_id) not in (str, int):
-            raise where.error(index, f"id {item_id!r} must be a string or an integer")
+            raise error_at(index, f"id {item_id!r} must be a string or an integer")
         if type(item_id) is not type(ids[0]):
-            raise where.error(
+            raise error_at(
                 index, f"id {item_id!r} is of another type than {ids[0]!r}; use one type for all"
             )
 
 
-def _rows(every: list[Any], max_token: int, where: _Where) -> np.ndarray:
+def _rows(every: list[Any], max_token: int, error_at: ErrorAt) -> np.ndarray:
     """Return lists of tokens as rows."""
     for index, tokens in enumerate(every):
         if type(tokens) is not list or not 0 < len(tokens) <= MAX_LENGTH:
             if type(tokens) is not list:
-                raise where.error(index, f"tokens must be a list of integers, got {tokens!r}")
+                raise error_at(index, f"tokens must be a list of integers, got {tokens!r}")
             reason = "the item has no tokens" if not tokens else f"it has {len(tokens)} tokens"
-            raise where.error(index, f"{reason}; an item has 1 to {MAX_LENGTH}")
+            raise error_at(index, f"{reason}; an item has 1 to {MAX_LENGTH}")
     if set(map(type, chain.from_iterable(every))) != {int}:
         for index, tokens in enumerate(every):
             for token in tokens:
                 if type(token) is not int:
-                    raise where.error(index, f"token {token!r} must be an integer")
+                    raise error_at(index, f"token {token!r} must be an integer")
     try:
         flat = np.fromiter(chain.from_iterable(every), dtype=np.int64)
     except OverflowError:
@@ -181,7 +175,7 @@ def _rows(every: list[Any], max_token: int, where: _Where) -> np.ndarray:
         for index, tokens in enumerate(every):
             for token in tokens:
                 if not 0 <= token <= max_token:
-                    raise where.error(index, f"token {token} is outside of [0, {max_token}]")
+                    raise error_at(index, f"token {token} is outside of [0, {max_token}]")
     lengths = np.array([len(tokens) for tokens in every])
     rows = np.zeros((len(every), lengths.max()), dtype=">u4")
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = flat + 1
@@ -207,7 +201,7 @@ def _read_array(path: Path, encode: Encode | None, max_token: int) -> Iterator[B
         )
     for first in range(0, len(array), _BATCH):
         tokens = np.asarray(array[first : first + _BATCH]).astype(np.int64)
-        where = _Where(f"{path}, row", range(first, first + len(tokens)))
+        error_at = partial(_error, f"{path}, row", range(first, first + len(tokens)))
         used = tokens >= 0
         for wrong, reason in (
             (~used[:, 0], "the item has no tokens"),
@@ -215,6 +209,6 @@ def _read_array(path: Path, encode: Encode | None, max_token: int) -> Iterator[B
             ((tokens > max_token).any(axis=1), f"a token is outside of [0, {max_token}]"),
         ):
             if wrong.any():
-                raise where.error(int(np.argmax(wrong)), reason)
+                raise error_at(int(np.argmax(wrong)), reason)
         rows = np.where(used, tokens + 1, 0).astype(">u4")
         yield Batch(rows, np.arange(first, first + len(tokens)))

@@ -97,7 +97,7 @@ class Replicas(TextStore, StepObserver):
         self._streams: OrderedDict[bytes, bytes | None] = OrderedDict()
         self._salts: dict[bytes, bytes] = {}
         self._first: bytes | None = _START  # position of other streams; None: the present time
-        self._lock = threading.Lock()  # of these three
+        self._lock = threading.Lock()  # of the streams, the salts and this position
         self._unusable: dict[bytes, float] = {}  # streams, and when to try them again
         self._next_check = 0.0  # by time.monotonic
         self._ending = threading.Event()
@@ -356,7 +356,6 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
             "the option 'store' must be redis://HOST:PORT/DATABASE or rediss:// with TLS; for a "
             "folder take the option 'store_path'"
         )
-    given = {"username": user, "password": password}
     try:
         database = urlsplit(url).path.strip("/")
         if database and not database.isdecimal():
@@ -368,7 +367,8 @@ def connect(url: str, user: str | None = None, password: str | None = None) -> R
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=_TIMEOUT,
             socket_timeout=_TIMEOUT,
-            **{name: value for name, value in given.items() if value},
+            username=user or None,
+            password=password or None,
         )
     except ValueError as error:
         raise RefusedError(f"the option 'store' is no URL of a server: {error}") from None

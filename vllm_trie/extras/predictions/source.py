@@ -7,6 +7,7 @@ the longest match behind it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -93,7 +94,7 @@ class _Prediction:
             differs = np.flatnonzero(expected != new[: len(expected)])
             num_equal = int(differs[0]) if len(differs) else len(expected)
             for depth in range(min(num_equal + 1, len(expected))):
-                kind = _kind(self.match + depth)
+                kind = bisect.bisect(_EDGES, self.match + depth)
                 self.expected[kind] = _DECAY * self.expected[kind] + 1.0
                 self.right[kind] = _DECAY * self.right[kind] + (depth < num_equal)
             self.position += num_equal
@@ -127,7 +128,7 @@ class _Prediction:
         probability = 1.0
         room = 0 if self.match == _NOWHERE else min(length, len(self.tokens) - self.position)
         for depth in range(room):
-            kind = _kind(self.match + depth)
+            kind = bisect.bisect(_EDGES, self.match + depth)
             probability *= self.right[kind] / self.expected[kind]
             if probability < max(least, _LEAST):
                 break
@@ -238,11 +239,6 @@ def merge_chain(
         [paths[node] for node in order],
     )
     return depth_first_layout(likeliest)
-
-
-def _kind(match: int) -> int:
-    """Return the class of a match length."""
-    return sum(match >= edge for edge in _EDGES)
 
 
 def _match_lengths(tokens: np.ndarray, positions: np.ndarray, output: np.ndarray) -> np.ndarray:
