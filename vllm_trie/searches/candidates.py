@@ -4,7 +4,7 @@ Hugging Face applies these rules to ``log_softmax(logits)`` over the whole vocab
 the best ``k`` raw candidates of a row gives the same result as long as every rule only lowers
 log-probabilities and ``k`` is enlarged by the number of tokens that a rule can touch:
 :meth:`CandidateRules.num_raw` says by how much. A bias may raise them, so whoever chooses the ``k``
-counts it in (:class:`~vllm_trie.searches.top_k.TokenRules`).
+counts it in (:class:`~vllm_trie.searches.blocks.TokenRules`).
 """
 
 from __future__ import annotations

@@ -353,7 +353,7 @@ class Simulation:
         )
         groups = self.scheduler.beam_groups
         on_device = asynchronous == "device"
-        groups.limits = groups.limits._replace(vocab_size=VOCAB, on_device=on_device)
+        groups.engine = groups.engine._replace(vocab_size=VOCAB, on_device=on_device)
         self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 2 if asynchronous else 1

@@ -206,7 +206,7 @@ def test_search_that_outgrows_the_pool_fails_alone(vllm_config, caplog, asynchro
     simulation = Simulation(vllm_config, num_blocks=21, asynchronous=asynchronous)
     scheduler, groups = simulation.scheduler, simulation.scheduler.beam_groups
     scheduler.max_model_len = 1000
-    groups.limits = groups.limits._replace(max_model_len=1000)
+    groups.engine = groups.engine._replace(max_model_len=1000)
     simulation.add_beam("long", [1] * 20, width, 1, max_tokens=200, min_tokens=100)
     with caplog.at_level("ERROR", logger="vllm_trie"):
         simulation.run()

@@ -150,7 +150,6 @@ def test_an_engine_serves_without_searches_that_fail(engine, monkeypatch):
     assert differences(outputs(engine(**ROOM)), outputs(llm)) == []
     assert not trees_of(llm).guard.is_off
     switch_off(core_of(llm).vllm_config, None)
-    scheduler_of(llm).beam_off = None
 
 
 def a_scheduler_that_raises(patch: Patch) -> None:

@@ -11,6 +11,7 @@ calls on to it::
     update_from_output   -> take_outputs, vLLM's own
     _preempt_request     -> vLLM's own, preempt
     finish_requests      -> vLLM's own, drop_finished
+    get_request_counts   -> vLLM's own, num_further_beams
 
 A search step happens outside ``schedule``. A proxy is scheduled again only after its group's step,
 also under asynchronous scheduling, unless the device chooses the children of a plain search: then
@@ -50,21 +51,23 @@ class TrieBeamScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.beam_off = reason_off(self.vllm_config)
-        if self.beam_off is None and (
-            reason := cache_reason(self.vllm_config, self.kv_cache_config)
-        ):
+        reason = cache_reason(self.vllm_config, self.kv_cache_config)
+        if self.beam_off is None and reason:
             self.switch_off(reason)
         manager: Any = self.kv_cache_manager
         manager.allocate_slots = partial(allocate_slots, manager, manager.allocate_slots)
         self.beam_groups = BeamGroups(self)
         self.beam_counters = self.beam_groups.counters
 
+    @property
+    def beam_off(self) -> str | None:
+        """Why it serves no native searches, None if it does."""
+        return reason_off(self.vllm_config)
+
     def switch_off(self, reason: str) -> None:
         """Serve no native searches, as something showed at the start; log why."""
         logger.error("Native beam search is off, vLLM's own serves: %s", reason)
         switch_off(self.vllm_config, reason)
-        self.beam_off = reason
 
     @_scheduler.overrides("takes beam requests in")
     def add_request(self, request: Request) -> None:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 
-class EngineLimits(NamedTuple):
+class EngineParts(NamedTuple):
     """The engine's objects that searches use.
 
     Attributes:
         max_model_len, vocab_size: Of the model.
-        parts: vLLM's managers of the KV cache groups.
+        managers: vLLM's, of the KV cache groups.
         num_blocks: As many blocks as requests may hold.
         tokens_per_step: As many beams as a step may compute.
         on_device: Whether the device may choose the children of plain searches.
@@ -34,7 +34,7 @@ class EngineLimits(NamedTuple):
 
     max_model_len: int
     vocab_size: int
-    parts: Sequence[SingleTypeKVCacheManager]
+    managers: Sequence[SingleTypeKVCacheManager]
     num_blocks: int
     tokens_per_step: int
     on_device: bool
@@ -169,7 +169,7 @@ class GroupBeams:
     """
 
     def __init__(
-        self, request: Request, params: SamplingParams, search: BeamSearch, limits: EngineLimits
+        self, request: Request, params: SamplingParams, search: BeamSearch, engine: EngineParts
     ) -> None:
         """Make the beams of a group.
 
@@ -177,14 +177,14 @@ class GroupBeams:
             request: The search's.
             params: Of the proxy.
             search: The search.
-            limits: Of the engine; ``on_device`` only for plain searches.
+            engine: ``on_device`` only for plain searches.
         """
         assert request.prompt_token_ids is not None
         self._request, self._params, self._search = request, params, search
         self._prompt_len = len(request.prompt_token_ids)
-        self._most_beams = limits.tokens_per_step
-        self._most_blocks = limits.num_blocks
-        self._on_device = limits.on_device
+        self._most_beams = engine.tokens_per_step
+        self._most_blocks = engine.num_blocks
+        self._on_device = engine.on_device
         self._num_proxies = self.num_lost = 0
         self._tables: list[BeamTables] = []
         self.restart()

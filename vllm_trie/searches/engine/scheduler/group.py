@@ -20,7 +20,7 @@ from vllm_trie.searches.engine.constraint import (
     Selection,
     StepCandidates,
 )
-from vllm_trie.searches.engine.scheduler.beams import EngineLimits, GroupBeams
+from vllm_trie.searches.engine.scheduler.beams import EngineParts, GroupBeams
 from vllm_trie.searches.engine.scheduler.group_rules import GroupRules
 from vllm_trie.searches.engine.search_wire import (
     HypothesisAnswer,
@@ -52,7 +52,7 @@ class BeamGroup:
         request: Request,
         num_answers: int,
         of_group: GroupSearch,
-        limits: EngineLimits,
+        engine: EngineParts,
         arrival_step: int,
         rules: GroupRules | None = None,
     ) -> None:
@@ -66,18 +66,18 @@ class BeamGroup:
         self.beam_width, num_tokens = width, request.num_prompt_tokens
         self.min_blocks = 0
         self._null_blocks: list[tuple[int, int]] = []  # by KV cache group, with the block size
-        for part in limits.parts:
-            size = part.block_size
-            num_null = part.get_num_skipped_tokens(num_tokens) // size  # before a window
+        for manager in engine.managers:
+            size = manager.block_size
+            num_null = manager.get_num_skipped_tokens(num_tokens) // size  # before a window
             least = min_blocks(num_tokens, width, max_new_tokens, size)
             self.min_blocks += least - num_null
             self._null_blocks.append((num_null, size))
 
         self.arrival, self.arrival_step = time.monotonic(), arrival_step
         self.started = False
-        limits = limits._replace(on_device=limits.on_device and of_group.is_plain)
+        engine = engine._replace(on_device=engine.on_device and of_group.is_plain)
         params = internal_params(max_new_tokens)
-        self.beams = GroupBeams(request, params, self.search, limits)
+        self.beams = GroupBeams(request, params, self.search, engine)
         self._report: dict[str, object] | None = None
         # Those of the present step of the search, by pass; None if the worker failed.
         self._candidates: list[StepCandidates | None] = []

@@ -3,7 +3,7 @@
 vLLM has a matcher for each request with a grammar and moves it forward. A group has one matcher for
 all its hypotheses. They share beginnings, so it walks their trie: from one hypothesis to the next
 it takes back the tokens that differ and takes the new ones. A beam holds no state of the grammar,
-so forks, preemption and parking leave it as it is.
+so forks and preemption leave it as it is.
 """
 
 from __future__ import annotations

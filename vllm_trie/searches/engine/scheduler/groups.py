@@ -22,7 +22,7 @@ from vllm_trie.searches.engine.beam_support import check_blocks
 from vllm_trie.searches.engine.constraint import GroupSearch, constraints
 from vllm_trie.searches.engine.scheduler import proxies
 from vllm_trie.searches.engine.scheduler.admission import Admission
-from vllm_trie.searches.engine.scheduler.beams import BeamProxy, EngineLimits
+from vllm_trie.searches.engine.scheduler.beams import BeamProxy, EngineParts
 from vllm_trie.searches.engine.scheduler.group import BeamGroup, error_output
 from vllm_trie.searches.engine.scheduler.group_rules import GroupRules, has_rules
 from vllm_trie.searches.engine.scheduler.proxies import BeamCounters
@@ -49,7 +49,8 @@ _STATUS = {
 class BeamGroups:
     """Owner of the groups: takes searches in, and answers.
 
-    It writes the counters and the searches among the scheduler's ``requests``.
+    It writes the counters, and of the scheduler the searches among its ``requests`` and
+    ``max_num_scheduled_tokens``.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -64,20 +65,16 @@ class BeamGroups:
         self._without_grammar: dict[str, BeamGroup] = {}
         self._num_beams_queued = 0  # of the groups that have not started
         vllm_config = scheduler.vllm_config
-        on_device = bool(
-            scheduler.use_v2_model_runner
-            and scheduler.scheduler_config.async_scheduling
-            and scheduler.parallel_config.pipeline_parallel_size == 1
-        )
-        self.limits = EngineLimits(
+        is_async = scheduler.scheduler_config.async_scheduling
+        self.engine = EngineParts(
             scheduler.max_model_len,
             vllm_config.model_config.get_vocab_size(),
             scheduler.kv_cache_manager.coordinator.single_type_managers,
             num_blocks(scheduler.kv_cache_manager),
             scheduler.max_num_scheduled_tokens,
-            on_device,
+            on_device=bool(scheduler.use_v2_model_runner and is_async),
         )
-        self.admission = Admission(scheduler, self.limits.num_blocks)
+        self.admission = Admission(scheduler, self.engine.num_blocks)
         self._opened = {kind: kind.open(vllm_config) for kind in constraints().values()}
 
     @property
@@ -147,25 +144,25 @@ class BeamGroups:
         Raises:
             ValueError: The group could not run even alone.
         """
-        limits, params = self.limits, request.sampling_params
+        engine, params = self.engine, request.sampling_params
         assert params is not None
         prompt = request.prompt_token_ids
         assert prompt is not None
         spec, rules = beam_spec(params), self._rules(request)
-        max_new_tokens = min(request.max_tokens, limits.max_model_len - len(prompt))
+        max_new_tokens = min(request.max_tokens, engine.max_model_len - len(prompt))
         settings = search_settings(params, spec, max_new_tokens)
         of_group: GroupSearch
         if spec.constraint is None:
             model_config = self._scheduler.vllm_config.model_config
             find_stop_string = make_stop_string_finder(model_config, params)
             of_group = TokenSearch(
-                settings, params, prompt, limits.vocab_size, find_stop_string, rules
+                settings, params, prompt, engine.vocab_size, find_stop_string, rules
             )
         else:
             of_group = spec.constraint.start(self._opened[type(spec.constraint)], params, settings)
         current_step, block_size = self._scheduler.current_step, self._scheduler.block_size
-        group = BeamGroup(request, spec.n, of_group, limits, current_step, rules)
-        sizes = group.beam_width, block_size, limits.num_blocks
+        group = BeamGroup(request, spec.n, of_group, engine, current_step, rules)
+        sizes = group.beam_width, block_size, engine.num_blocks
         check_blocks(group.min_blocks, len(prompt), *sizes)
         return group
 
@@ -174,7 +171,7 @@ class BeamGroups:
         if not has_rules(request.sampling_params):
             return None
         manager = self._scheduler.structured_output_manager
-        return GroupRules(request, manager, self.limits.vocab_size)
+        return GroupRules(request, manager, self.engine.vocab_size)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class BeamGroups:
             with self._failing_alone(group):  # a hypothesis may outgrow the KV cache
                 group.beams.divide_if_needed(self._scheduler.kv_cache_manager)
         self.admission.begin_step(self._started.values())
-        proxies.reserve_tokens(self._scheduler, self.limits.tokens_per_step)
+        proxies.reserve_tokens(self._scheduler, self.engine.tokens_per_step)
 
     def lets_start(self, request: Request) -> bool:
         """Return whether a queued request may start in the step that vLLM is scheduling."""
@@ -215,7 +212,7 @@ class BeamGroups:
                 if group.beams.proxy.request_id in output.num_scheduled_tokens:
                     group.beams.set_placeholders()
         self.admission.end_step()
-        self._scheduler.max_num_scheduled_tokens = self.limits.tokens_per_step
+        self._scheduler.max_num_scheduled_tokens = self.engine.tokens_per_step
         sent = proxies.send_beams(self._scheduler, output, self.counters)
         selections = []
         for group in [*self._started.values()]:

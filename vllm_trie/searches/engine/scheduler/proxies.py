@@ -6,7 +6,8 @@ The worker gets the group's arrays in place of the proxy. A group that is preemp
 proxy: outputs on their way to the old one are ignored.
 
 The functions here change proxies in the scheduler's ``requests``, ``running`` list, waiting queues,
-``finished_req_ids`` and KV cache manager; no other request.
+``finished_req_ids``, ``reset_preempted_req_ids`` and KV cache manager, no other request, and its
+``max_num_scheduled_tokens``.
 """
 
 from __future__ import annotations
