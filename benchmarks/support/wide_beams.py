@@ -47,7 +47,7 @@ def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list
         if node < 0:  # a beam of probability 0, for which some token must be allowed, too
             return {0: -1}
         edges = trie.children(np.array([node], dtype=np.int32))
-        return dict(zip(edges.token_ids.tolist(), edges.nodes.tolist(), strict=True))
+        return dict(zip(trie.tokens[edges.nodes].tolist(), edges.nodes.tolist(), strict=True))
 
     return lambda _, tokens: list(children(tuple(tokens[prompt_len:].tolist())))
 
