@@ -77,12 +77,12 @@ class _Fates(NamedTuple):
     Attributes:
         ends: bool [c].
         continues: bool [c].
-        stops: Place among the candidates to the stop string that it completes.
+        stops: Place among the candidates to the stop token or stop string that it completes.
     """
 
     ends: np.ndarray
     continues: np.ndarray
-    stops: dict[int, str]
+    stops: dict[int, int | str]
 
 
 class BeamSearch:
@@ -307,14 +307,10 @@ class BeamSearch:
             finished = ended[counts[ended]]
             scores = group.finished.score(totals[finished], length)
             nodes = first + np.flatnonzero(counts[ended])
-            stops = fates.stops | {
-                int(place): int(token_ids[place])
-                for place in finished[np.isin(token_ids[finished], settings.stop_token_ids)]
-            }
             new = []
             for score, node, place in zip(scores, nodes.tolist(), finished.tolist(), strict=True):
-                reason = "stop" if place in stops or outcomes is not None else "length"
-                new.append(FinishedNode(score, node, reason, stops.get(place)))
+                reason = "stop" if place in fates.stops or outcomes is not None else "length"
+                new.append(FinishedNode(score, node, reason, fates.stops.get(place)))
             group.finished.add(new)
         group.totals = totals[kept]
         if not len(kept) or group.finished.closed(float(totals[kept[0]]), length):
@@ -360,10 +356,12 @@ class BeamSearch:
 
     def _fates(self, rows: np.ndarray, token_ids: np.ndarray, outcomes: Outcomes | None) -> _Fates:
         last = self.steps + 1 == self.settings.max_new_tokens
-        if outcomes is not None:
-            return _Fates(outcomes.ends, outcomes.continues & (not last), {})
         ends = np.isin(token_ids, self.settings.stop_token_ids)
-        stops: dict[int, str] = {}
+        stops: dict[int, int | str] = {
+            place: int(token_ids[place]) for place in np.flatnonzero(ends).tolist()
+        }
+        if outcomes is not None:
+            return _Fates(outcomes.ends, outcomes.continues & (not last), stops)
         if self._find_stop_string is not None and self.steps >= self.settings.min_tokens:
             looks_at_all = self.settings.trace or self._random is not None
             num_running = 0
