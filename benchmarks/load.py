@@ -33,7 +33,7 @@ from support.harness import (
     report_quietly,
     take_turns,
 )
-from support.peers_engines import METHODS, available
+from support.peers_engines import METHODS, PEERS, available
 
 from vllm_trie.lab import local_engine
 
@@ -41,7 +41,6 @@ COLUMNS = (
     "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "nodes_per_step",
     "tokens_per_step",
 )  # fmt: skip
-PEERS = ("ngram", "ngram_gpu", "suffix")
 SUFFIX_TOKENS = 24
 """Draft tokens of `suffix`, vLLM's default."""
 

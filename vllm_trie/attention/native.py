@@ -171,7 +171,7 @@ class NativeKernels:
         sizes = [(c.stride(0) * c.element_size(), c[0].nbytes) for c in caches]
         strides, num_bytes = np.array(sizes, dtype=np.int64).T.copy()
         self._copy_blocks(
-            (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches]),
+            _pointers(caches),
             strides.ctypes.data,
             num_bytes.ctypes.data,
             len(caches),
@@ -209,13 +209,17 @@ def _are_alike(caches: Sequence[torch.Tensor], isa: str) -> bool:
     )
 
 
+def _pointers(caches: Sequence[torch.Tensor]) -> Any:
+    return (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
+
+
 def _described(caches: Sequence[torch.Tensor], isa: str) -> tuple[Any, ...]:
     """Return the first arguments of what moves slots."""
     first = caches[0]
     _, num_kv_heads, block_size, double_head_size = first.shape
     return (
         first.element_size(),
-        (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches]),
+        _pointers(caches),
         len(caches),
         *(first.stride(0), first.stride(1)),
         *(num_kv_heads, block_size, double_head_size // 2, isa == "amx"),
