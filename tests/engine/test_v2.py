@@ -70,7 +70,7 @@ def test_chains_that_are_mostly_right_take_fewer_steps(results, name) -> None:
         ("trees", "random"),  # any sampling parameters, logprobs, late arrivals, aborts
         ("asynchronous", "faulty"),
         ("ahead", "faulty"),
-        ("vllm", "differences"),  # its own n-grams, beside the plugin
+        ("vllm", "differences"),  # its method `ngram`, with the plugin installed
     ],
 )
 def test_what_is_as_in_plain_v2(results, name, key) -> None:

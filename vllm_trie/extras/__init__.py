@@ -1,4 +1,4 @@
-"""Features beside drafts and searches, a folder each, and the table of what they bring.
+"""Optional features, one folder for each, and the table of what they add.
 
 The core asks :func:`brought` and :func:`loaded` and knows no extra by its name. A folder that is
 not there brings nothing.

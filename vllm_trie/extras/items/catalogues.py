@@ -15,8 +15,8 @@ from vllm_trie.extras.items.trie import ItemTrie
 from vllm_trie.extras.items.trie_file import check_tokenizer, open_items
 from vllm_trie.files.watched_file import WatchedFile
 
-MAX_SELECTIONS = 64
-"""Selections that are kept for equal requests."""
+MAX_VALID_PARTS = 64
+"""Valid parts that are kept for equal requests."""
 
 
 class Catalogues:
@@ -38,7 +38,7 @@ class Catalogues:
             name: WatchedFile(path, open_catalogue, f"catalogue {name!r}")
             for name, path in paths.items()
         }
-        self._selections: dict[tuple[str, str], ValidPart] = {}
+        self._valid_parts: dict[tuple[str, str], ValidPart] = {}
 
     def latest(self, name: str) -> ItemTrie:
         """Return the newest checked version of a catalogue."""
@@ -49,9 +49,9 @@ class Catalogues:
         if not rules.restrict:
             return None
         key = catalogue.version, json.dumps(rules)
-        selection = self._selections.get(key)
-        if selection is None:
-            selection = self._selections[key] = select(catalogue, rules)
-            if len(self._selections) > MAX_SELECTIONS:
-                del self._selections[next(iter(self._selections))]
-        return selection
+        valid_part = self._valid_parts.get(key)
+        if valid_part is None:
+            valid_part = self._valid_parts[key] = select(catalogue, rules)
+            if len(self._valid_parts) > MAX_VALID_PARTS:
+                del self._valid_parts[next(iter(self._valid_parts))]
+        return valid_part

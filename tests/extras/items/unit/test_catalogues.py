@@ -105,7 +105,7 @@ def test_workers_hold_two_versions(tmp_path):
 
 def test_equal_rules_are_looked_up_once(tmp_path, monkeypatch):
     catalogues = Catalogues({"a": write(tmp_path / "items", {(1, 2): 5, (3,): 6})}, vocab_size=9)
-    monkeypatch.setattr(module, "MAX_SELECTIONS", 2)
+    monkeypatch.setattr(module, "MAX_VALID_PARTS", 2)
     catalogue = catalogues.latest("a")
 
     def select(denied: int) -> object:

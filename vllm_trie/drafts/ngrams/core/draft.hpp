@@ -127,7 +127,7 @@ class Drafter {
     // The tree, which stays valid until the next call. Brings the job's own index up to date.
     BestFirstTree& draft(const DraftJob& job, const int32_t* tokens, const Rows& rows,
                          const Candidates& candidates, const Blend& blend);
-    // The text of the job's store in which its last tokens occur, kNone if less than `min_length`
+    // The text of the job's store in which its last tokens occur, kNone if less than kUseLength
     // of them do.
     int32_t used_text(const DraftJob& job) const;
 

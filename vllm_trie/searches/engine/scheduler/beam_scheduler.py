@@ -95,8 +95,8 @@ class TrieBeamScheduler(Scheduler):
         )
         result = super().update_from_output(scheduler_output, model_runner_output)
         for client, answers in outputs.items():
-            own = result.setdefault(client, EngineCoreOutputs())
-            own.outputs = [*own.outputs, *answers]
+            of_client = result.setdefault(client, EngineCoreOutputs())
+            of_client.outputs = [*of_client.outputs, *answers]
         return result
 
     @_scheduler.overrides("ordinary requests leave the slots of groups free")
