@@ -181,6 +181,7 @@ def test_the_newer_vllm() -> None:
     assert result["ahead"]["salts"] == SALTS
     assert result["hypotheses"] == 16
     assert result["check"] == [None, True]
+    assert result["image searches"] == 2
     # With trees of a trained drafter, prompts in parts, preemptions, a prefix cache and aborts, and
     # steps after which the scheduler wants no drafts.
     union = result["union"]

@@ -27,6 +27,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from tests.engine import test_multimodal
 from tests.engine.beam.cases import few_cases, run_cases
 from tests.engine.beam.gpu_runners_run import passes_at_start
 from tests.engine.beam.lora import make_adapters
@@ -486,6 +487,20 @@ def compare_all(folder: Path) -> dict[str, Any]:
     return {**result, **kernels}
 
 
+def compare_image_searches(folder: Path) -> int:
+    """Compare searches with an image in the prompt with those of Transformers; their number."""
+    family = test_multimodal.FAMILIES["positions in three dimensions"]
+    torch.manual_seed(0)
+    family.write(folder)
+    prompts = test_multimodal.prompts(family)[:2]
+    llm = engine(model=str(folder), num_gpu_blocks_override=None, max_num_seqs=8)
+    width, length = test_multimodal.WIDTH, test_multimodal.NUM_SEARCHED
+    search = greedy(n=width, max_tokens=length, extra_args={"beam_width": width})
+    hypotheses = [test_multimodal.searched_by_transformers(str(folder), text) for text in prompts]
+    test_multimodal.check(generate(llm, prompts, search), hypotheses)
+    return len(prompts)
+
+
 def compare_newer(folder: Path) -> dict[str, Any]:
     """What a release of vLLM can change below the plugin: steps, preemptions and verification,
     masks of grammars, adapters, searches on the device and the check of them."""
@@ -501,6 +516,7 @@ def compare_newer(folder: Path) -> dict[str, Any]:
     cases = few_cases(length=20, max_tokens=8)[:3]
     result["hypotheses"] = run_cases(llm, str(model_path()), cases)
     result["check"] = passes_at_start(llm)
+    result["image searches"] = compare_image_searches(folder / "images")
     return result
 
 

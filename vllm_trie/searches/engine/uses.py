@@ -33,7 +33,8 @@ _beams("v1.core.sched.output:CachedRequestData", "changed", "proxies whose beams
     "req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids num_computed_tokens "
     "num_output_tokens")
 _beams("v1.core.sched.output:SchedulerOutput", "changed",
-    "carries the beams and the copies of their blocks", "kv_cache_block_copies")
+    "carries the beams and the copies of their blocks; proxies whose beams decode leave its "
+    "encoder_input_updates, which vLLM 0.33 adds", "kv_cache_block_copies")
 _beams("v1.request:Request", "made", "its subclass stands for a group, the proxy",
     "request_id prompt_token_ids")
 _beams("v1.request:Request.update_block_hashes", "relied on",

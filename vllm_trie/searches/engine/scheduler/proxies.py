@@ -76,11 +76,13 @@ def send_beams(
     }
     if not decoding:
         return ()
+    updates = getattr(output, "encoder_input_updates", {})  # since vLLM 0.33, of Model Runner V2
     steps: list[BeamStep] = []
     copies = [copy for beams in decoding.values() for copy in beams.take_copies()]
     for proxy_id, beams in decoding.items():
         steps.append(beams.step())
         del scheduled[proxy_id]
+        updates.pop(proxy_id, None)  # the worker gives the proxy's slot back, and its images
         output.total_num_scheduled_tokens += steps[-1].num_beams - 1
         counters.steps_ahead += beams.ahead is not None
         assert beams.level is not None
