@@ -48,7 +48,8 @@ class ValidPart(NamedTuple):
     Attributes:
         bounds: int64 [2 * k], ascending; nodes in ``bounds[0] .. bounds[1]`` and so on are valid
             with all that is below them, unless `nodes` has them.
-        nodes: int32 [m], ascending; nodes at which something named by the rules ends or begins.
+        nodes: int32 [m], ascending; nodes at or above something that the rules name, those alone
+            that a search looks at.
         ends: bool [m], whether an item that ends at the node is valid.
         continues: bool [m], whether there are valid items below the node.
     """
@@ -129,7 +130,9 @@ def select(trie: ItemTrie, rules: Rules) -> ValidPart:
     for level in levels[:0:-1]:
         live = (ends | continues)[level]
         continues[parents[level][live]] = True
-    return ValidPart(_bounds(trie, allowed_tops, denied_tops), nodes, ends, continues)
+    seen = (ends | continues)[parents] | (parents == 0)  # no search comes to the others
+    bounds = _bounds(trie, allowed_tops, denied_tops)
+    return ValidPart(bounds, nodes[seen], ends[seen], continues[seen])
 
 
 def _with_ancestors(trie: ItemTrie, named: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -137,11 +140,10 @@ def _with_ancestors(trie: ItemTrie, named: list[np.ndarray]) -> tuple[np.ndarray
 
     The root's parent is the root.
     """
-    nodes = np.unique(np.concatenate([*named, [ROOT]])).astype(np.int32)
-    new = nodes
-    while len(new := new[new != ROOT]):
-        new = np.setdiff1d(trie.parents(new), nodes)
-        nodes = np.union1d(nodes, new)
+    levels = [np.unique(np.concatenate([*named, [ROOT]])).astype(np.int32)]
+    while len(below := levels[-1][levels[-1] != ROOT]):
+        levels.append(np.unique(trie.parents(below)))
+    nodes = np.unique(np.concatenate(levels))
     parents = np.zeros(len(nodes), dtype=np.int64)
     parents[1:] = np.searchsorted(nodes, trie.parents(nodes[1:]))
     return nodes, parents
