@@ -14,6 +14,7 @@ from vllm_trie.extras.items.selection import Rules, ValidPart, select
 from vllm_trie.extras.items.trie import ItemTrie
 from vllm_trie.extras.items.trie_file import check_tokenizer, open_items
 from vllm_trie.files.watched_file import WatchedFile
+from vllm_trie.refusal import shown
 
 MAX_VALID_PARTS = 64
 """Valid parts that are kept for equal requests."""
@@ -45,9 +46,21 @@ class Catalogues:
         return self._files[name].latest()
 
     def select(self, catalogue: ItemTrie, rules: Rules) -> ValidPart | None:
-        """Return the part of a catalogue that rules allow, None for all of it."""
+        """Return the part of a catalogue that rules allow, None for all of it.
+
+        Raises:
+            ValueError: They have ids of another type. The front end checks them against the newest
+                file, which this version may not be.
+        """
         if not rules.restrict:
             return None
+        kind = int if catalogue.id_texts is None else str
+        for ids in (rules.allow_items, rules.deny_items):
+            if ids and not isinstance(ids[0], kind):
+                raise ValueError(
+                    f"item id {shown(ids[0])}: the version of the catalogue that serves has ids of "
+                    f"type {kind.__name__}; write them so, or wait until a newer version serves"
+                )
         key = catalogue.version, json.dumps(rules)
         valid_part = self._valid_parts.get(key)
         if valid_part is None:

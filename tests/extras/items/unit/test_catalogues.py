@@ -117,3 +117,14 @@ def test_equal_rules_are_looked_up_once(tmp_path, monkeypatch):
     select(7)  # there is room for two
     assert select(5) is not first
     assert catalogues.select(catalogue, Rules()) is None
+
+
+@pytest.mark.parametrize("rules", [Rules(deny_items=["x"]), Rules(["x"], deny_items=[5])])
+def test_ids_of_another_type_than_the_served_version_has_are_no_unknown_ids(tmp_path, rules):
+    """The newest file, against which the front end checks them, may have this type already."""
+    catalogues = Catalogues({"a": write(tmp_path / "items", {(1, 2): 5})}, vocab_size=9)
+    with pytest.raises(ValueError, match=r"item id 'x': .* has ids of type int"):
+        catalogues.select(catalogues.latest("a"), rules)
+    catalogues = Catalogues({"a": write(tmp_path / "items", {(1, 2): 5}, True)}, vocab_size=9)
+    with pytest.raises(ValueError, match=r"item id 5: .* has ids of type str"):
+        catalogues.select(catalogues.latest("a"), Rules(deny_items=[5]))
