@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from tests.engine import v2_on_cpu  # first: it prepares for vLLM
@@ -29,6 +31,7 @@ from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.v2_run import CHAINS, OPT_OUT, TEXTS, TREES, UNION, greedy
 from tests.engine.v2_trees import put_in
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
+from vllm_trie.extras.memory import warm_start
 
 FIXED = {"node_budget": "fixed"}
 BROKEN = "broken chains"
@@ -47,6 +50,16 @@ PLAIN = [greedy(max_tokens=6 + i, **OPT_OUT) for i in range(4)]
 
 
 def engine(name: str) -> LLM:
+    """Start an engine, which leaves the file of a warm start as it is."""
+    folder = Path(tempfile.mkdtemp())
+    warm_start.INTERVAL = 0.0
+    llm = started(name, str(folder))
+    trees_of(llm).close()
+    assert [*folder.glob("*.store")] == []
+    return llm
+
+
+def started(name: str, store_path: str) -> LLM:
     return v2_on_cpu.start(
         load_format="dummy",
         hf_overrides=ONE_LAYER,
@@ -54,7 +67,7 @@ def engine(name: str) -> LLM:
         compilation_config={"mode": 0},
         kv_cache_memory_bytes=16 << 20,
         max_num_seqs=4,
-        speculative_config=ENGINES[name],
+        speculative_config={**ENGINES[name], "store_path": store_path},
     )
 
 

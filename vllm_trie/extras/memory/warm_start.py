@@ -80,11 +80,15 @@ class WarmStart(TextStore, StepObserver):
         logger.info("warm start from %s: %d texts", self._folder, len(saved))
         return saved
 
+    def add(self, text: StoredText) -> None:
+        self._has_changed = True
+
     def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Save if it is time to."""
-        self._has_changed |= any(new_tokens)
         file, now = self._file, time.monotonic()
-        if file is None or now < self._next_save or (self._job and self._job.is_alive()):
+        if file is None or not self._has_changed or now < self._next_save:
+            return
+        if self._job and self._job.is_alive():
             return
         self._next_save = now + INTERVAL
         self._start_job(file)

@@ -151,6 +151,8 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
     saving.closed()
     assert len(threads) == 2
     idle, _ = start(tmp_path)
+    monkeypatch.setattr(idle, "_next_save", 0.0)
+    end_step(idle)  # of a request that keeps nothing, as those of checks
     idle.closed()
     assert len(threads) == 2
 
@@ -193,6 +195,7 @@ def test_what_was_reset_is_gone_from_the_file_at_once(tmp_path, monkeypatch, wri
 
     monkeypatch.setattr(module, "write_store", slow)
     if writes:
+        answer(drafter, ANSWER)
         monkeypatch.setattr(saving, "_next_save", 0.0)
         end_step(saving)
     drafter.reset()
@@ -226,21 +229,24 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("threading.Thread.start", no_thread)
-        saving, _ = start(tmp_path)
+        saving, drafter = start(tmp_path)
+        answer(drafter, ANSWER)
         patched.setattr(saving, "_next_save", 0.0)
         end_step(saving)
     assert "could not be saved: can't start new thread; the engine goes on" in caplog.text
     saving.closed()
 
     monkeypatch.setattr(module, "write_store", full)
-    saving, _ = start(tmp_path)
+    saving, drafter = start(tmp_path)
+    answer(drafter, ANSWER)
     caplog.clear()
     for _ in range(2):
         end_step(saving)
         saving.closed()
     assert caplog.text.count("No space left on device") >= 1
     assert "the engine goes on" in caplog.text
-    saving, _ = start(tmp_path)
+    saving, drafter = start(tmp_path)
+    answer(drafter, ANSWER)
     caplog.clear()
     for fault in (full, full, write_store, full):
         monkeypatch.setattr(module, "write_store", fault)
