@@ -141,6 +141,11 @@ class TrieUnionOptions(DrafterOptions):
                     f"options has the key {name!r}, which is not one of the drafters; allowed: "
                     f"{', '.join(names) or 'none'}"
                 )
+            if SHORT_NAMES.get(name) in self.options:
+                raise ValueError(
+                    f"options has the keys {SHORT_NAMES[name]!r} and {name!r}, which are one part; "
+                    "write its options under one of them"
+                )
             for key in _OF_TEXT if SHORT_NAMES.get(name, name) == HEADS else ():
                 if given.get(key, "context") != "context":
                     raise ValueError(

@@ -43,6 +43,10 @@ def test_wrong_entries(drafters, message):
         ({"options": {"eagle": {}}}, "'eagle', which is not one of the drafters"),
         ({"options": {"ngram": {"words": 1}}}, "words is not an option"),
         (
+            {"options": {"ngram_trie": {"store_tokens": 0}, "ngram": {"recycle": False}}},
+            "the keys 'ngram_trie' and 'ngram', which are one part; .* under one of them",
+        ),
+        (
             {"options": {"medusa": {"joint": "product"}}},
             "'product' has no.*'medusa_dynamic'",
         ),
