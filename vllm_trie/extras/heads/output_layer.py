@@ -35,14 +35,27 @@ def target_output_layer(target_model: nn.Module, context: DrafterContext) -> Ten
             and weight.shape[1] == context.hidden_size
         ):
             return weight[: context.vocab_size].detach().cpu()  # vLLM pads the rows
-    layers = _from_files(Path(context.model))
+    folder = _folder(context.model)
+    layers = None if folder is None else _from_files(folder)
     if layers is not None:
         return layers
     raise CheckpointError(
         "these Medusa heads use the model's own output layer (original_lm_head), which was found "
-        "neither in the loaded model nor in safetensors files of its folder; add it to the heads' "
-        "checkpoint as 'lm_head.weight'"
+        "neither in the loaded model nor in safetensors files of its folder or its "
+        "download; add it to the heads' checkpoint as 'lm_head.weight'"
     )
+
+
+def _folder(model: str) -> Path | None:
+    """Return the folder of a model, if it is a name that of vLLM's download, None without one."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (OSError, ValueError):
+        return None
 
 
 def _from_files(folder: Path) -> Tensor | None:

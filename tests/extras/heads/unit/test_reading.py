@@ -16,6 +16,7 @@ from tests.extras.heads.unit.support import (
     make_requests,
     random_heads,
 )
+from tests.processes import run_python
 from vllm_trie.extras.heads.reading import CheckpointError, load_checkpoint
 from vllm_trie.extras.heads.training.writing import save_vllm
 
@@ -144,6 +145,32 @@ def test_original_lm_head_in_the_file_or_in_the_model(tmp_path):
     assert describe(drafter.propose(make_requests())) == expected
     with pytest.raises(CheckpointError, match="original_lm_head"):
         make_medusa(path=tmp_path).load_model(torch.nn.Module())
+
+
+WITH_TWO_RANKS = """
+import sys, torch
+from tests.extras.heads.unit.support import HIDDEN, VOCAB
+from tests.unit.drafters.support import make_context
+from vllm_trie.extras.heads.output_layer import target_output_layer
+sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tensor_parallel_size": 2}
+layer = target_output_layer(torch.nn.Module(), make_context(model=sys.argv[1], **sizes))
+print(layer.sum().item())
+"""
+
+
+@pytest.mark.parametrize("is_name", [False, True])
+def test_the_output_layer_of_a_model_on_two_ranks(tmp_path, is_name):
+    """From the model's files, where the hub's cache has them by name."""
+    weight = random_heads().output_weight[0].detach().contiguous()
+    repository = tmp_path / "hub" / "models--some--model"
+    snapshot = repository / "snapshots" / "0123"
+    for folder in (snapshot, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123")
+    save_file({"lm_head.weight": weight}, str(snapshot / "model.safetensors"))
+    model = "some/model" if is_name else str(snapshot)
+    printed = run_python("-c", WITH_TWO_RANKS, model, HF_HOME=str(tmp_path)).stdout
+    assert float(printed) == weight.sum().item()
 
 
 def drop(*names):
