@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_trie.command_errors import errors_end_the_command
+from vllm_trie.command_errors import errors_end_the_command, in_a_folder
 from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.sources import read_items
 from vllm_trie.extras.items.trie_file import ItemsHeader, open_items, read_header
@@ -41,7 +41,9 @@ def build(
             "are the row numbers.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=in_a_folder, help="The file to write.")
+    ],
     tokenizer: Annotated[
         str | None,
         typer.Option(

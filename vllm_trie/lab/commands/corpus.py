@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from vllm_trie.command_errors import errors_end_the_command
+from vllm_trie.command_errors import errors_end_the_command, in_a_folder
 from vllm_trie.extras.corpus.corpus_file import (
     CorpusHeader,
     open_corpus,
@@ -27,6 +27,10 @@ app = typer.Typer(
     help="Corpora that `ngram_trie` drafts from (its option `corpus`).",
 )
 
+_Output = Annotated[
+    Path, typer.Option("--output", "-o", callback=in_a_folder, help="The corpus file to write.")
+]
+
 
 @app.command()
 def build(
@@ -40,7 +44,7 @@ def build(
             "'token_ids'. *.npy: the token ids of a document. Other files: text, a document each.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The corpus file to write.")],
+    output: _Output,
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -77,7 +81,7 @@ def info(
 @app.command()
 def synthesize(
     model: Annotated[str, typer.Argument(help="The target model: a folder or a name.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The corpus file to write.")],
+    output: _Output,
     tokens: Annotated[int, typer.Option(min=1000, help="Tokens of answers to make.")] = 300_000,
     prompts: Annotated[
         Path | None,
