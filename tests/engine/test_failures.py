@@ -1,16 +1,19 @@
 """A drafter that fails costs its request the drafts, never the engine."""
 
 import logging
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.engine import FinishReason
 
 from tests.engine.compare import accepted_tokens, differences, generate, speculation
 from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
+from tests.unit.hooks.frontend import engine_request
 from vllm_trie.drafts.engine.tree_step import TreeStep
-from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats
+from vllm_trie.hooks.wire import CACHE_SALT, SEARCH_KEY, STATS_ATTRIBUTE, TreeStats
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
@@ -84,6 +87,35 @@ def test_cache_salts_reach_the_drafter(engine, expected):
     salted = [{**prompt, "cache_salt": f"tenant {i}"} for i, prompt in enumerate(prompts(2))]
     generate(llm, [*salted, *prompts(3)[2:]], GREEDY)
     assert sorted(HiddenStateDrafter.salts.values(), key=str) == [None, "tenant 0", "tenant 1"]
+
+
+def test_requests_of_another_front_end(engine):
+    """vLLM's in Rust sends what a client writes: any type, and no key of the plugin's."""
+    llm = engine(**speculation("test_hidden_states", 16), enable_prefix_caching=False)
+    core = llm.llm_engine.engine_core
+    HiddenStateDrafter.salts.clear()
+    written: dict[str, tuple[str | None, dict[str, Any] | None]] = {
+        "salted": ("tenant", None),
+        "another's salt": ("tenant", {CACHE_SALT: "other"}),
+        "no text": (None, {CACHE_SALT: 5, "prediction": "text", "speculation": "yes"}),
+        "search": (None, {"beam_width": 4}),
+        "catalogue": (None, {"items": "shop"}),
+        "forged": (None, {SEARCH_KEY: 5}),
+    }
+    for name, (salt, extra_args) in written.items():
+        params = SamplingParams(temperature=0.0, max_tokens=3, extra_args=extra_args)
+        request = engine_request(prompts(1)[0]["prompt_token_ids"][:20], params)
+        request.request_id, request.cache_salt = name, salt
+        core.add_request(request)
+    ends: dict[str, FinishReason] = {}
+    while len(ends) < len(written):
+        outputs = core.get_output().outputs
+        ends |= {o.request_id: o.finish_reason for o in outputs if o.finish_reason is not None}
+    failed = [name for name, end in ends.items() if end == FinishReason.ERROR]
+    assert sorted(failed) == ["catalogue", "forged", "search"]
+    salts = {"salted": "tenant", "another's salt": "tenant", "no text": None}
+    assert HiddenStateDrafter.salts == salts
+    assert not any(trees_of(llm).guard.failures.values())
 
 
 def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):

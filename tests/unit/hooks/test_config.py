@@ -23,6 +23,7 @@ from vllm_trie.drafts.engine.start.translate import (
     translate,
 )
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
+from vllm_trie.hooks.start.limits import problems
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.searches.engine import beam_support
 
@@ -336,6 +337,15 @@ def test_the_checks_raise_what_is_shown_as_a_line():
     assert len(checks) > 20
     others = {path.name for path in checks if "raise ValueError" in path.read_text()}
     assert others <= {"verifier_setup.py"}  # of workers, which show no lines
+
+
+@pytest.mark.parametrize(("value", "is_off"), [("1", True), ("0", False), (None, False)])
+def test_vllms_front_end_in_rust_has_no_native_searches(value, is_off, monkeypatch):
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
+    searches: Any = SimpleNamespace(additional_config={CONFIG_KEY: {"beam_search": False}})
+    assert ("VLLM_USE_RUST_FRONTEND=1" in next(problems("beams", searches))) == is_off
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class Predictions(DraftSource, StepObserver):
         self._predictions: dict[str, _Prediction] = {}
 
     def may_extend(self, request: DraftRequest) -> bool:
-        return bool(request.extra_args.get(PREDICTION))
+        return isinstance(request.extra_args.get(PREDICTION), bytes)  # checked by the front end
 
     def extend(self, requests: Sequence[DraftRequest], trees: list[TokenTree]) -> list[TokenTree]:
         """Return the drafter's trees, with the predictions of the requests that have one."""
@@ -159,7 +159,8 @@ class Predictions(DraftSource, StepObserver):
             return trees
         extended = list(trees)
         for index, request in enumerate(requests):
-            if packed := request.extra_args.get(PREDICTION):
+            if self.may_extend(request):
+                packed = request.extra_args[PREDICTION]
                 extended[index] = self._extended(request, packed, trees[index])
         return extended
 

@@ -6,6 +6,7 @@ switches itself off by it, `vllm-trie doctor` and the documentation print it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +33,8 @@ ALL = DRAFTS + BEAMS
 ENV_SWITCH = "VLLM_TRIE_BEAM"
 _OFF = "_vllm_trie_beams_off"
 """Attribute of a ``VllmConfig``: why the check at start-up has switched native searches off."""
+RUST_SWITCH = "VLLM_USE_RUST_FRONTEND"
+"""Of vLLM. Its front end in Rust loads no plugin."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _FLOAT8_CACHES = ("fp8", "fp8_e4m3")
 _REPLACED_BACKENDS = ("TRITON_ATTN", "CUSTOM")
@@ -146,6 +149,10 @@ LIMITS: tuple[Limit, ...] = (
     # What the user set for the plugin
     Limit(BEAMS, f"`{ENV_SWITCH}=0` in the environment",
         lambda c: turned_off(ENV_SWITCH), "the environment variable {found} turns it off"),
+    Limit(BEAMS, f"`{RUST_SWITCH}=1` in the environment",
+        lambda c: os.environ.get(RUST_SWITCH, "0").strip() not in ("", "0"),
+        f"{RUST_SWITCH}=1 lets a front end serve that loads no plugin, so that vllm-trie reads no "
+        "option of a request; leave it out"),
     Limit(BEAMS, f'`"{BEAM_SEARCH}": false` in `additional_config["{CONFIG_KEY}"]`',
         lambda c: own_part(c.additional_config).get(BEAM_SEARCH) is False,
         f"{spelled(BEAM_SEARCH)}=False turns it off"),

@@ -1,4 +1,4 @@
-"""Tree speculation in vLLM's schedulers: statistics from the worker.
+"""Tree speculation in vLLM's schedulers: cache salts of requests, statistics from the worker.
 
 A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler moves them into the
 ``SpecDecodingStats`` that vLLM sends to the front end, whose stat logger counts and logs them.
@@ -7,18 +7,25 @@ A worker attaches its :class:`TreeStats` to ``ModelRunnerOutput``. The scheduler
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_trie.hooks.ledger.record import STATS, Result, Symbols
-from vllm_trie.hooks.wire import FILLERS_ATTRIBUTE, STATS_ATTRIBUTE, TreeStats
+from vllm_trie.hooks.wire import (
+    CACHE_SALT,
+    FILLERS_ATTRIBUTE,
+    STATS_ATTRIBUTE,
+    TreeStats,
+    extra_args_of,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request, StreamingUpdate
 
@@ -41,6 +48,24 @@ _scheduler = Symbols("v1.core.sched.scheduler:Scheduler.", STATS)
 def stats_annotations(original: dict[str, object]) -> dict[str, Any]:
     """Have the front end's decoder, which is built from them, decode the plugin's part."""
     return {**original, "spec_decoding_stats": TreeSpecDecodingStats | None}
+
+
+@Symbols("v1.request:Request.", "workers get cache salts").wraps(
+    "from_engine_core_request", "sends cache salts to the worker, whatever the front end"
+)
+def from_engine_core_request(
+    original: Callable[..., Request], request: EngineCoreRequest, block_hasher: object
+) -> Request:
+    """Add a request's cache salt to its options, in place of what the client wrote there.
+
+    Drafters that learn from finished requests must know whose text they may use.
+    """
+    result = original(request, block_hasher)
+    params = result.sampling_params
+    if params is not None and (request.cache_salt or CACHE_SALT in extra_args_of(params)):
+        result.sampling_params = salted = copy(params)  # it may be the client's
+        salted.extra_args = {**extra_args_of(params), CACHE_SALT: request.cache_salt}
+    return result
 
 
 @_scheduler.wraps(

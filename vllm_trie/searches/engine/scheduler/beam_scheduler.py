@@ -35,8 +35,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.limits import reason_off, switch_off
-from vllm_trie.hooks.wire import is_search
+from vllm_trie.hooks.wire import extra_args_of, is_search
 from vllm_trie.searches.engine.beam_support import cache_reason
+from vllm_trie.searches.engine.constraint import constraints
 from vllm_trie.searches.engine.scheduler.beams import BeamProxy
 from vllm_trie.searches.engine.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.searches.engine.scheduler.proxies import allocate_slots
@@ -73,8 +74,11 @@ class TrieBeamScheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         if is_search(request.sampling_params):
             self.beam_groups.add(request, self.beam_off)
-            return
-        super().add_request(request)
+        elif extra_args_of(request.sampling_params).keys() & {"beam_width", *constraints()}:
+            unread = "options of beam search that vllm-trie has not read in the front end"
+            self.beam_groups.refuse(request, ValueError(unread))
+        else:
+            super().add_request(request)
 
     @_scheduler.overrides("admits groups, sends beams to the worker")
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
