@@ -176,6 +176,15 @@ def test_models_without_trees(tmp_path, name):
     assert config.verification(engine_config(**settings, speculative_config=CHAINS)) == "chain"
 
 
+def test_a_model_that_embeds_the_tokens_before_each_token():
+    """Model Runner V2 keeps them by slot: those of beams and of accepted drafts would be wrong."""
+    model = {"hf_overrides": {"architectures": ["LongcatFlashNgramForCausalLM"]}}
+    plain = engine_config(**model, speculative_config=None)
+    assert "LongcatFlashNgram" in (reason_off(plain) or "")
+    for method in (TREES, CHAINS):
+        assert "LongcatFlashNgram" in refusal(**model, speculative_config=method)
+
+
 def test_a_model_without_trees_says_so_at_start_up(tmp_path, caplog, monkeypatch):
     path = write_config(tmp_path / "model", FAMILIES["DeepSeek V2"].config)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

@@ -177,6 +177,11 @@ LIMITS: tuple[Limit, ...] = (
     Limit(BEAMS, "diffusion models",
         lambda c: getattr(c.model_config, "is_diffusion", False),
         "{model}: diffusion models are not supported"),
+    Limit(ALL, "LongCat-Flash-Lite",
+        lambda c: "LongcatFlashNgramForCausalLM" in (c.model_config.architectures or ()),
+        "{model}: models that embed the tokens before each token are not supported: vLLM keeps "
+        "those of requests, not of beams, and does not take back those of rejected drafts; run "
+        "without vllm-trie's speculative methods"),
     Limit(TREES + BEAMS, "state-space, recurrent and hybrid models",
         lambda c: _has_state(c),
         "{model}: models with state-space or recurrent layers are not supported"),
