@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import tomllib
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +122,43 @@ def test_probes_ask_what_a_server_answers():
         assert asked["port"] == "http"
     check = load("compose.yaml")["services"]["server"]["healthcheck"]["test"]
     assert check[-1].removeprefix("http://localhost:8000") in paths
+
+
+def threads(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, set[int]]:
+    """Return how many threads vLLM's executor gives to a worker, and the cores that they have."""
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    parallel = SimpleNamespace(
+        local_world_size=1, data_parallel_rank_local=None, _api_process_count=1
+    )
+    config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=None)
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            default = re.fullmatch(r"\$\{\w+:-(.*)\}", value)
+            patch.setenv(name, value if default is None else default[1])
+        manager = OMPProcessManager(config)
+        with manager.configure_omp_envs(rank=0, local_rank=0):
+            return int(os.environ["OMP_NUM_THREADS"]), {*chain(*manager.cpu_lists)}
+
+
+def test_servers_of_a_machine_share_no_cores(monkeypatch):
+    services = load("compose.yaml")["services"]
+    server, replica = (services[name]["environment"] for name in ("server", "replica"))
+    assert server | {"VLLM_CPU_OMP_THREADS_BIND": ""} == replica | {"VLLM_CPU_OMP_THREADS_BIND": ""}
+    (num_threads, cores), (num_others, others) = (
+        threads(environment, monkeypatch) for environment in (server, replica)
+    )
+    assert num_threads == num_others == 3
+    assert not cores & others
+    assert cores | others <= set(range(8))
+
+
+def test_a_pod_has_as_many_threads_as_it_requests_cores_but_one(monkeypatch):
+    (container,) = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
+    environment = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    num_threads, cores = threads(environment, monkeypatch)
+    assert num_threads == int(container["resources"]["requests"]["cpu"]) - 1
+    assert not cores, "bound, whatever cores other pods of the node have"
 
 
 def test_services_find_each_other():
