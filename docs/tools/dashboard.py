@@ -107,11 +107,12 @@ _PANELS = (
         {"{{cause}}": f"sum by (cause) (rate(vllm:trie_device_waits_total{_WHERE}{_WINDOW}))"},
     ),
     _Panel(
-        "Time between tokens",
-        "Of all requests, as vLLM measures it. Tokens of one step arrive together.",
+        "Time per output token",
+        "Of each finished request behind its first token, as vLLM measures it. vLLM's time between "
+        "tokens is that between steps, which drafts make longer.",
         "s",
-        {"median": _quantile(0.5, "vllm:inter_token_latency_seconds"),
-         "95 %": _quantile(0.95, "vllm:inter_token_latency_seconds")},
+        {"median": _quantile(0.5, "vllm:request_time_per_output_token_seconds"),
+         "95 %": _quantile(0.95, "vllm:request_time_per_output_token_seconds")},
     ),
     _Panel(
         "Beam searches",
