@@ -64,11 +64,16 @@ def check_trained_drafter(vllm_config: VllmConfig, method: str, model: str | Non
     speculative: Any = vllm_config.speculative_config
     parallel = vllm_config.parallel_config
     is_other = speculative.method != method
+    other_vocabulary = speculative.use_heterogeneous_vocab  # vLLM then takes Model Runner V1
     architectures = speculative.draft_model_config.architectures
     problems = {
         "this engine runs on Model Runner V1, and trained drafters in a union need V2; run on an "
         "NVIDIA GPU without VLLM_USE_V2_MODEL_RUNNER=0, or leave trie_union out for vLLM's own "
-        f"method {speculative.method!r}": not vllm_config.use_v2_model_runner,
+        f"method {speculative.method!r}": not vllm_config.use_v2_model_runner
+        and not other_vocabulary,
+        "use_heterogeneous_vocab=True is not supported, as Model Runner V2 maps no tokens; take a "
+        "draft model with the model's vocabulary, or leave trie_union out for vLLM's own method "
+        "'draft_model'": other_vocabulary,
         "MTP with several modules is not supported; use vLLM's own method 'mtp'": (
             speculative.use_multi_module_mtp()
         ),

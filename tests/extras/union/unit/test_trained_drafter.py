@@ -27,6 +27,7 @@ def configuration(**changes: Any) -> Any:
             rejection_sample_method="standard",
             use_local_argmax_reduction=False,
             enable_adaptive_verification=False,
+            use_heterogeneous_vocab=False,
         ),
         "parallel_config": SimpleNamespace(
             data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1
@@ -68,6 +69,13 @@ def test_others_are_refused(changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         EAGLE.check(configuration(**changes), EngineOptions())
     assert "trie_union cannot run with {'method': 'eagle'}" in str(caught.value)
+
+
+def test_a_vocabulary_of_its_own_is_refused_and_not_the_runner_that_vllm_takes_for_it():
+    changes = {"speculative_config__use_heterogeneous_vocab": True, "use_v2_model_runner": False}
+    with pytest.raises(ValueError, match="use_heterogeneous_vocab=True is not supp") as caught:
+        EAGLE.check(configuration(**changes), EngineOptions())
+    assert "V1" not in str(caught.value)
 
 
 def test_vllm_makes_it_for_the_positions_that_it_predicts():
