@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import (
     CachedRequestData,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
     from vllm_trie.drafts.budget import NodeBudget
     from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
+
+logger = init_logger(__name__)
 
 NUM_LIKELIEST = 6
 """Tokens of plain decoding among which a different token must be."""
@@ -171,12 +174,15 @@ def reason_against_drafts(
 ) -> str | None:
     """Return why the engine must serve without drafts, None if it may draft; the same on all ranks.
 
+    One rank logs that drafts have passed.
+
     Args:
         worker: Warmed up and without requests.
         adapter: Of its runner, not drafting yet.
         agree: See :class:`_Agreement`.
     """
-    trees, agreement, why = adapter.trees, _Agreement(agree), None
+    start = time.perf_counter()
+    trees, agreement, why, passed = adapter.trees, _Agreement(agree), None, False
     drafter, budget, share_trees = trees.guard.drafter, trees.budget, trees.share_trees
 
     def share_together(drafts: list[TokenTree]) -> list[TokenTree]:
@@ -190,13 +196,17 @@ def reason_against_drafts(
             decoder = _Decoder(worker, adapter, agreement)
             if decoder.prompts:
                 why = _compare(decoder, adapter, budget)
+                passed = why is None
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     finally:
         trees.guard.drafter, trees.budget, trees.share_trees = drafter, budget, share_trees
         adapter.forget_stats()
         runner.maybe_remove_all_loras(runner.lora_config)  # vLLM leaves them after an exception
-    return agreement.reason(why)
+    why = agreement.reason(why)
+    if passed and why is None:
+        logger.info_once("Drafts passed their check in %.1f s", time.perf_counter() - start)
+    return why
 
 
 def _compare(decoder: _Decoder, adapter: V2Adapter, budget: NodeBudget | None) -> str | None:

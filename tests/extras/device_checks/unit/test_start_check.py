@@ -234,7 +234,9 @@ class _Steps(start_check._Decoder):
 
 @pytest.mark.parametrize("fails_in", RANKS_FAIL_IN)
 def test_a_rank_that_raises_leaves_none_waiting(monkeypatch, fails_in) -> None:
-    """In each step, and in each exchange of drafts."""
+    """In each step, and in each exchange of drafts; and a rank logs where both have passed."""
+    logger = MagicMock()
+    monkeypatch.setattr(start_check, "logger", logger)
     monkeypatch.setattr(start_check, "_Decoder", _Steps)
     monkeypatch.setattr(start_check, "NUM_TOKENS", 3)
     monkeypatch.setattr(start_check, "_slowdown", lambda *runs: None)
@@ -250,6 +252,9 @@ def test_a_rank_that_raises_leaves_none_waiting(monkeypatch, fails_in) -> None:
         reasons = [*threads.map(check, range(2))]
     expected = next((f"RuntimeError: in {p}" for p in sorted(filter(None, fails_in))), None)
     assert reasons == [expected] * 2
+    logged = [call.args[0] for call in logger.info_once.mock_calls]
+    # Threads of one process: where they are processes, vLLM logs for the first of them alone.
+    assert logged == ([] if expected else ["Drafts passed their check in %.1f s"] * 2)
 
 
 def test_the_other_stage_or_rank_takes_no_part_in_a_check(monkeypatch) -> None:
