@@ -4,6 +4,7 @@ step of the latter takes on the host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ import torch
 from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.lab.check.engines import prompts, start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
-from vllm_trie.lab.demo.report import num_parameters
 from vllm_trie.lab.local_engine import NGRAM, generate, interleave, trees_of, without_memory
 
 if TYPE_CHECKING:
@@ -30,23 +30,25 @@ METHODS: dict[str, dict[str, object] | None] = {
 
 def measure(settings: Settings, dtype: str) -> Outcome:
     """Time greedy decoding of the same prompts on all engines, in turns; medians of the ratios."""
-    needed = len(METHODS) * _engine_bytes(settings.model, dtype)
-    if torch.cuda.is_available() and needed > (free := torch.cuda.mem_get_info()[0]):
-        text = f"{len(METHODS)} engines at once need {needed >> 30} GiB, {free >> 30} GiB are free"
-        return Outcome(status="not applicable", summary=text)
     texts = prompts(settings)
     max_tokens, repeats = (16, 2) if settings.quick else (96, 3)
-    engines = {
-        name: start_engine(
-            settings,
-            dtype,
-            max(map(len, texts)),
-            max_tokens,
-            max_num_seqs=max(BATCH_SIZES),
-            speculative_config=config,
-        )
-        for name, config in METHODS.items()
-    }
+    start = partial(
+        start_engine,
+        settings,
+        dtype,
+        max(map(len, texts)),
+        max_tokens,
+        max_num_seqs=max(BATCH_SIZES),
+    )
+    free = _free_bytes()
+    engines = {"plain": start(speculative_config=None)}
+    needed = len(METHODS) * (free - _free_bytes())
+    if needed > free:
+        text = f"{len(METHODS)} engines at once need {needed >> 30} GiB, {free >> 30} GiB are free"
+        return Outcome(status="not applicable", summary=text)
+    for name, config in METHODS.items():
+        if name not in engines:
+            engines[name] = start(speculative_config=config)
     trees = trees_of(engines["ngram_trie"])
     assert trees is not None
     measured, steps = {}, {}
@@ -118,8 +120,6 @@ def _speeds(
     return len(queue) * max_tokens / median(plain), ratios
 
 
-def _engine_bytes(model: str, dtype: str) -> int:
-    """Return the size of an engine: its weights, if they are in a local folder, and 4 GiB for KV,
-    activations and graphs."""
-    itemsize: int = getattr(torch, dtype).itemsize
-    return (num_parameters(model) or 0) * itemsize + (4 << 30)
+def _free_bytes() -> int:
+    """Return the free memory of the GPU; 0 if there is none."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
