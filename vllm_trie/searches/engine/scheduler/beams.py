@@ -159,6 +159,19 @@ class GroupBeams:
     Where a step has too few tokens for all beams, or the engine too few blocks, a step of the
     search takes several passes (see :mod:`passes <vllm_trie.searches.engine.scheduler.passes>`).
 
+    ========= ======= ========== ===================================================================
+    state     `level` in flight  ends with
+    ========= ======= ========== ===================================================================
+    prompt    None    the prompt `take_prompt`: choosing; waiting if the search has begun before
+    choosing  None    0          `take_children`: waiting
+    waiting   set     0          `take_blocks`, `step`: computing
+    computing set     1 step     `end_level`: waiting with what is left of `_levels` and `_passes`,
+                                 else choosing. `take_blocks`, if the device chooses: ahead
+    ahead     set     2 steps    `end_level`, `take_children`: computing
+    ========= ======= ========== ===================================================================
+
+    `restart` goes back to the prompt, from any state.
+
     Attributes:
         proxy: The group's request in vLLM's scheduler.
         rows: int64 [beams], the rows of the search that the present pass is for.
