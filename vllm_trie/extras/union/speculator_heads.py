@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 class SpeculatorHeads:
     """A source of heads: each predicts the likeliest tokens of a position, given the likeliest ones
-    before it, or none of them with ``dflash``. DFlash2 and LiLiCorr score the candidates of a
-    position after each candidate of the one before.
+    before it, or none of them with ``dflash``. DFlash2 and LiLiCorr score each candidate given the
+    one before it; a node's children use those scores.
+
+    The host waits for a step's predictions. Accepted nodes of a tree move behind the committed text
+    before the speculator runs, as after a chain.
 
     Args:
         speculator: vLLM's, as made. Its ``propose`` is replaced by one that returns the union's
