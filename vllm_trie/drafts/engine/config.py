@@ -45,7 +45,8 @@ class EngineOptions(DrafterOptions):
         default=True,
         description="Launch steps ahead of their drafts, for which the GPU then waits instead of "
         "for the launch. Takes effect on Model Runner V2 with asynchronous scheduling, for chains "
-        "that one GPU verifies, without LoRA, attention in chunks and trained drafters.",
+        "that one GPU verifies, without LoRA, KV connectors, attention in chunks, trained "
+        "drafters, and drafters that read hidden states.",
     )
     draft_timeout_s: float = Field(
         default=10.0,

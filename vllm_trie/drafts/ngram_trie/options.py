@@ -54,6 +54,6 @@ class NgramTrieOptions(_OfArchive):
         default=262_144,
         ge=1024,
         le=1 << 26,
-        description="Contexts of one to three tokens that `recycle` keeps, 80 bytes each, of all "
-        "texts and of the answers to each prompt, shared equally by cache_salts.",
+        description="Size of the `recycle` table, in contexts of one to three tokens (80 bytes "
+        "each). Cache salts share it equally.",
     )

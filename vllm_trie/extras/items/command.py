@@ -53,7 +53,9 @@ def build(
     ] = None,
     duplicates: Annotated[
         _Duplicates,
-        typer.Option(help="Refuse items of the same tokens, or keep the first of them."),
+        typer.Option(
+            help="What to do with items that have equal tokens: refuse them, or keep the first."
+        ),
     ] = _Duplicates.refuse,
 ) -> None:
     """Write items as one trie, about 40 bytes an item and the text of the ids."""
