@@ -129,16 +129,6 @@ _PANELS = (
         {"waiting": _ratio(f"{_BEAM}_waiting_seconds_total", f"{_BEAM}_searches_total", "engine")},
     ),
     _Panel(
-        "Steps inside catalogues",
-        "Tokens that could follow the hypotheses of a step, and hypotheses that only one token "
-        "could follow.",
-        "none",
-        {"valid children": _ratio(f"{_BEAM}_valid_children_total", f"{_BEAM}_item_steps_total",
-                                  "engine"),
-         "forced tokens": _ratio(f"{_BEAM}_forced_tokens_total", f"{_BEAM}_item_steps_total",
-                                 "engine")},
-    ),
-    _Panel(
         "Requests and KV cache",
         "Input of the node budget: the more requests run, the fewer nodes are worth their cost.",
         "none",

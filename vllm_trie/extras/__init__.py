@@ -45,8 +45,6 @@ class Extra(NamedTuple):
         keys: Keys of ``additional_config["vllm_trie"]`` that need no drafting method.
         start_check: Takes vLLM's complete configuration and raises
             :class:`~vllm_trie.refusal.RefusedError` if the extra cannot serve in it.
-        search_counters: Help texts of counters of searches, by name; their metrics begin with
-            ``vllm:trie_beam_``.
         constraint: A :class:`~vllm_trie.searches.engine.constraint.SearchConstraint`.
         secrets: Environment variables that vLLM is to know, but not their values.
     """
@@ -66,7 +64,6 @@ class Extra(NamedTuple):
     options: str = ""
     keys: tuple[str, ...] = ()
     start_check: str = ""
-    search_counters: Mapping[str, str] = {}
     constraint: str = ""
     secrets: tuple[str, ...] = ()
 
@@ -110,11 +107,6 @@ EXTRAS: Mapping[str, Extra] = {
     "items": Extra(
         keys=("items",),
         start_check="start:check_catalogues",
-        search_counters={
-            "item_steps": "Steps of those inside catalogues.",
-            "valid_children": "Tokens that could follow the hypotheses of these steps.",
-            "forced_tokens": "Hypotheses of these steps that only one token could follow.",
-        },
         constraint="options:ItemOptions",
         commands={
             "items": (

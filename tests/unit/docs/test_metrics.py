@@ -23,7 +23,7 @@ def ours():
 
     labels = {}
     made = metrics._Metrics()
-    beams = map(of_searches.beam_counter, of_searches.beam_counters())
+    beams = map(of_searches.beam_counter, of_searches.BEAM_COUNTERS)
     others = (made.draft_failures, made.waits, made.tokens_per_step)
     for metric in (*made.counters.values(), *others, *beams):
         (described,) = metric.describe()

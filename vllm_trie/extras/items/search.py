@@ -68,7 +68,6 @@ class ItemSearch(GroupSearch):
         self._eos_token_id = eos_token_id
         self._weight_factor = weight_factor
         self._steps: list[Continuations] = []
-        self._valid_children = self._forced_tokens = 0
 
     def selection(self, proxy_id: str, rows: np.ndarray) -> ItemSelection:
         step = ItemStep(
@@ -88,12 +87,10 @@ class ItemSearch(GroupSearch):
         Raises:
             RuntimeError: None of them is possible: the model's logits are no numbers.
         """
-        rows, targets, logprobs, num_children = continuations
+        rows, targets, logprobs = continuations
         possible = (logprobs > -np.inf).any()
         if not possible and self._trie.has_children(np.array([ROOT])).all():
             raise RuntimeError("no row has a possible candidate")
-        self._valid_children += int(num_children.sum())
-        self._forced_tokens += int((num_children == 1).sum())
         tokens = tokens_of(self._trie, targets, self._eos_token_id)
         children = self.search.advance(
             Candidates(rows, tokens, logprobs), Outcomes(targets < 0, targets >= 0)
@@ -123,13 +120,6 @@ class ItemSearch(GroupSearch):
             return None, {}
         (item,) = self._catalogue.item_ids(self._item_nodes([hypothesis]))
         return item, {"item": item}
-
-    def counts(self) -> dict[str, int]:
-        return {
-            "item_steps": self.search.steps,
-            "valid_children": self._valid_children,
-            "forced_tokens": self._forced_tokens,
-        }
 
     def _item_nodes(self, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
         """Return the nodes at which the items of hypotheses end."""

@@ -33,13 +33,11 @@ class Continuations(NamedTuple):
             ``~node``, a negative number, completes the item that ends at the node.
         logprobs: float32 [c], log-probabilities of the candidates' tokens, and the item's share of
             the score if it is completed.
-        num_children: int64 [rows], the valid children of each row.
     """
 
     rows: np.ndarray
     targets: np.ndarray
     logprobs: np.ndarray
-    num_children: np.ndarray
 
 
 def nodes_of(targets: np.ndarray) -> np.ndarray:
@@ -81,7 +79,6 @@ class _Valid(NamedTuple):
             go on, which are two candidates. Those that complete an item come first.
         targets: int32 [n], see :class:`Continuations`.
         weights: float32 [n], what is added to the log-probabilities.
-        num_children: As in :class:`Continuations`.
     """
 
     rows: np.ndarray
@@ -89,14 +86,12 @@ class _Valid(NamedTuple):
     chosen: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
-    num_children: np.ndarray
 
 
 def _valid(trie: Trie, step: ItemStep) -> _Valid:
     nodes, eos_token_id = step.nodes, step.eos_token_id
     children = trie.children(nodes)
     rows, targets = children.parents, children.nodes
-    num_children = np.diff(np.searchsorted(rows, np.arange(len(nodes) + 1)))
     if eos_token_id is not None:
         complete = np.flatnonzero(trie.is_terminal(nodes))
         rows = np.concatenate([complete, rows])
@@ -112,7 +107,7 @@ def _valid(trie: Trie, step: ItemStep) -> _Valid:
     if step.weight_factor:
         is_end = targets < 0
         weights[is_end] = step.weight_factor * trie.item_weights(~targets[is_end])
-    return _Valid(rows, tokens, chosen, targets, weights, num_children)
+    return _Valid(rows, tokens, chosen, targets, weights)
 
 
 def best_continuations(
@@ -166,9 +161,8 @@ def best_continuations(
     kept_index = torch.cat(best or [row_index[:0]]) + to_device(np.repeat(begins, counts), device)
     of_search = np.concatenate([part.rows[part.chosen] for part in valid])
     targets = np.concatenate([part.targets for part in valid])
-    num_children = [part.num_children for part in valid]
     num_kept = counts.reshape(-1, 2).sum(axis=1)
-    finish = functools.partial(_in_order, of_search, targets, num_kept, num_children)
+    finish = functools.partial(_in_order, of_search, targets, num_kept)
     return Unfetched((kept_index, logprobs[kept_index]), finish)
 
 
@@ -182,7 +176,6 @@ def _in_order(
     rows: np.ndarray,
     targets: np.ndarray,
     counts: np.ndarray,
-    num_children: Sequence[np.ndarray],
     kept: np.ndarray,
     logprobs: np.ndarray,
 ) -> list[Continuations]:
@@ -191,17 +184,14 @@ def _in_order(
     Args:
         rows, targets: Of all candidates.
         counts: int64 [searches], how many are kept of each.
-        num_children: Of each search, as in :class:`Continuations`.
         kept: int64 [candidates].
         logprobs: float32 [candidates], of those that are kept.
     """
     result = []
-    for part, children in zip(map(slice, *_bounds(counts)), num_children, strict=True):
+    for part in map(slice, *_bounds(counts)):
         order = np.lexsort((kept[part], -logprobs[part], rows[kept[part]]))
         of_search = kept[part][order]
-        result.append(
-            Continuations(rows[of_search], targets[of_search], logprobs[part][order], children)
-        )
+        result.append(Continuations(rows[of_search], targets[of_search], logprobs[part][order]))
     return result
 
 

@@ -112,10 +112,6 @@ class GroupSearch(ABC):
     def described(self, hypothesis: Hypothesis) -> tuple[int | str | None, dict[str, Any]]:
         """Return a hypothesis' stop reason, and its own part of ``CompletionOutput.beam``."""
 
-    def counts(self) -> Mapping[str, int]:
-        """Return amounts of the plugin's counters, of a search that is done."""
-        return {}
-
 
 @dataclass
 class WorkerParts:

@@ -240,10 +240,7 @@ def test_metrics(items_engine):
     increases = {name: value - before.get(name, 0) for name, value in values().items()}
     assert increases["vllm:trie_beam_searches"] == 2
     assert increases["vllm:trie_beam_hypotheses"] == 8 + 4
-    assert increases["vllm:trie_beam_steps"] == increases["vllm:trie_beam_item_steps"] == 3 + 4
-    # Of "few": 5 and 9, then 6, then 7. Of "equal": its first tokens, and more.
-    assert increases["vllm:trie_beam_valid_children"] > 4 + len({tokens[0] for tokens in EQUAL})
-    assert increases["vllm:trie_beam_forced_tokens"] >= 2
+    assert increases["vllm:trie_beam_steps"] == 3 + 4
 
 
 def test_beam_search_params(items_engine):

@@ -153,19 +153,6 @@ def test_a_row_of_nan_takes_no_place_of_others(catalogues):
     assert np.isfinite(best.logprobs).all()
 
 
-@pytest.mark.parametrize("eos", [None, EOS])
-def test_steps_tell_how_many_children_are_valid(catalogues, eos):
-    trie, _ = catalogues[1]
-    tries = [trie, SelectedTrie(trie, select(trie, RULES[0]))]
-    nodes = trie.children(np.array([0])).nodes[:3]
-    steps = [ItemStep(nodes, np.zeros(3, dtype=np.float32), 2, eos)] * 2
-    for whole_or_part, best in zip(
-        tries, best_continuations(tries, steps, torch.zeros(6, VOCAB)).fetch(), strict=True
-    ):
-        expected = [len(whole_or_part.children(np.array([node])).nodes) for node in nodes]
-        assert best.num_children.tolist() == expected
-
-
 def nodes_at(trie, random, count: int) -> np.ndarray:
     """Nodes of one depth, some of them twice."""
     nodes = np.array([0], dtype=np.int32)

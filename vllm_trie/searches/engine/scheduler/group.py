@@ -178,7 +178,7 @@ class BeamGroup:
         shared: dict[str, object] = {"steps": self.search.steps}
         report = self._report
         if report is not None:
-            report |= {**shared, **self._of_group.counts()}
+            report |= shared
         answers = [self._answer(hypothesis) for hypothesis in hypotheses]
         if self.search.trace is not None:
             answers[0].beam["trace"] = self.search.trace._asdict()
