@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
 from vllm_trie.drafts.engine.runners import v2_lengths
 
@@ -50,6 +51,18 @@ def test_decodes_are_filled_up_to_a_captured_length(graphs, drafted, lengths):
     # No graph of one length serves a step with a prefill, or with a request without places.
     for other in (20, 1):
         assert v2_lengths.cut(step(a=5, b=5, c=other), drafted, graphs).verified == drafted
+
+
+@pytest.mark.parametrize("length", range(2, 9))
+def test_decodes_are_sorted_before_prompts(length):
+    """vLLM takes the recurrent states of requests behind a prompt for states of prompts."""
+    scheduled = step(a=5, b=5)
+    scheduled.num_scheduled_tokens["prompt"] = length
+    is_full = v2_lengths.has_prompt_like_decode(scheduled, 4)
+    drafted = {"a": 0, "b": 3}
+    output = v2_lengths.cut(scheduled, drafted, None if is_full else ()).output
+    tokens = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    assert sort_batch_req_ids(*tokens, decode_query_len=5)[-1] == "prompt"
 
 
 def test_masks_follow_their_places():

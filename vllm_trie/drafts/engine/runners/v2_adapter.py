@@ -365,7 +365,11 @@ class V2Adapter(Adapter):
             for name in (lengths.keys() & self._requests.keys()) - new:
                 lengths[name] = len(self._requests[name].drafted)
         # Earlier pipeline stages know no lengths, and the warm-up compiles for full drafts.
-        is_full = self.runner.use_pp or self._state == "warm-up"
+        is_full = (
+            self.runner.use_pp
+            or self._state == "warm-up"
+            or v2_lengths.has_prompt_like_decode(output, self.num_draft_tokens)
+        )
         return v2_lengths.cut(output, lengths, None if is_full else self._graph_lengths)
 
     def _send(self, verified: Mapping[str, int]) -> dict[str, list[int]]:

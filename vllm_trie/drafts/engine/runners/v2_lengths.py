@@ -70,6 +70,18 @@ class CutStep(NamedTuple):
         return replace(grammar, grammar_bitmask=grammar.grammar_bitmask[rows])
 
 
+def has_prompt_like_decode(output: SchedulerOutput, num_draft_tokens: int) -> bool:
+    """Return whether a part of a prompt has as many tokens as a decode with a full draft.
+
+    vLLM sorts it before decodes without a draft, and takes the recurrent states of what comes
+    behind a prompt for states of prompts: no draft of such a step may be cut.
+    """
+    return any(
+        number == 1 + num_draft_tokens and name not in output.scheduled_spec_decode_tokens
+        for name, number in output.num_scheduled_tokens.items()
+    )
+
+
 def cut(
     output: SchedulerOutput, drafted: Mapping[str, int], graph_lengths: Collection[int] | None
 ) -> CutStep:
