@@ -1016,7 +1016,8 @@ def test_a_request_that_ends_in_a_step_ahead_has_no_rejected_draft(steps):
 
 
 def test_nothing_is_launched_ahead_where_the_device_gives_up(steps, monkeypatch):
-    """Three times in a row: for ten minutes, as the host may only have stopped for a moment."""
+    """Three times in a row: for ten minutes, as the host may only have stopped for a moment, then
+    for an hour, as something may wait each time."""
     ahead = Ahead(True)
     ahead.adapter._device = SimpleNamespace(type="device")
     ahead.add("a", [7, 8])
@@ -1029,5 +1030,11 @@ def test_nothing_is_launched_ahead_where_the_device_gives_up(steps, monkeypatch)
     assert text.token_ids[2 : text.num_tokens].tolist() == [11, 12, 13, 14, 16, 17]
     later = time.monotonic() + 601
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    ahead.run({"a": [19]})
-    assert len(ahead.device_waits) == 5
+    ahead.run(*[{"a": [token]} for token in (19, 20, 21, 22, 23)])
+    num_waits = len(ahead.device_waits)
+    assert num_waits > 4
+    assert not ahead.adapter.launches_ahead
+    monkeypatch.setattr(time, "monotonic", lambda: later + 3599)
+    assert not ahead.adapter.launches_ahead
+    monkeypatch.setattr(time, "monotonic", lambda: later + 3601)
+    assert ahead.adapter.launches_ahead

@@ -39,7 +39,8 @@ _MOST_READS = 1 << 16
 as many. CUDA loads a kernel only while the device is idle, so its first launch can take as long."""
 _MOST_LATE = 3
 """Deliveries in a row that the device gave up, until no step is launched ahead for a while."""
-_PAUSE_S = 600.0
+_FIRST_PAUSE_S = 600.0
+_PAUSE_FACTOR = 6  # of each pause over the one before: what always waits costs next to nothing
 
 logger = init_logger(__name__)
 
@@ -98,7 +99,7 @@ class Delivery:
         self.num_drafted = draft_tokens.new_zeros(max_num_reqs)
         is_shared = is_uva_available() or draft_tokens.device.type == "cpu"
         self._can_wait = launches_ahead and is_shared
-        self._resumes_at = 0.0  # by time.monotonic
+        self._resumes_at, self._pause_s = 0.0, _FIRST_PAUSE_S  # by time.monotonic; the next one
         self._number = self._num_late = 0  # of the last delivery; of those given up in a row
         self._delivered = -1  # number of the last complete one
         if self._can_wait:
@@ -140,15 +141,16 @@ class Delivery:
         self._num_late = self._num_late + 1 if is_late else 0
         self._delivered = self._number
         if self._num_late == _MOST_LATE:
-            self._num_late, self._resumes_at = 0, time.monotonic() + _PAUSE_S
+            self._num_late, self._resumes_at = 0, time.monotonic() + self._pause_s
             logger.warning(
                 "vllm-trie: no step is launched ahead of its drafts for %d minutes: %d in a row "
                 "waited in vain for them, as after a stop of the host. Output is not affected. If "
                 "this line comes again and again, something in this engine waits for the GPU while "
                 "a step is launched: set launch_ahead to false, and please report the line with "
                 "what `vllm-trie doctor` prints.",
-                *(_PAUSE_S / 60, _MOST_LATE),
+                *(self._pause_s / 60, _MOST_LATE),
             )
+            self._pause_s *= _PAUSE_FACTOR
 
     def _launch(
         self, staged: torch.Tensor, num_rows: int, number: int, given_up: torch.Tensor
