@@ -42,6 +42,28 @@ def test_rows_of_any_number_are_aligned(adapter):
     assert offsets == {0}
 
 
+def test_positions_in_several_dimensions_follow_depths_and_are_taken_back(adapter):
+    """M-RoPE has its own. A trained drafter reads accepted nodes in a row, the others anywhere."""
+    step = adapter.trees.step = TreeStep(["a"], [TokenTree.from_lists([11, 12], [-1, -1])])
+    step.places = torch.tensor([[2], [-1]])  # the second node is a sibling
+    step.path = torch.arange(3), torch.tensor([0, 2, 1])
+    positions = torch.tensor([30, 31, 31])
+
+    def prepared() -> list[list[int]]:
+        inputs = adapter._prepare_inputs(lambda: {"positions": torch.arange(30, 33).repeat(3, 1)})
+        return inputs["positions"].tolist()
+
+    assert prepared() == [[30, 31, 32]] * 3  # of a dummy run
+    adapter.waits_for = "masks"
+    assert prepared() == [[30, 31, 31]] * 3
+    batch: Any = SimpleNamespace(positions=positions, input_ids=torch.tensor([9, 11, 12]))
+    states = torch.tensor([0.0, 1.0, 2.0])
+    adapter.flatten(batch, {}, [states])
+    assert batch.positions.tolist() == [30, 31, 32]
+    assert batch.input_ids[:2].tolist() == [9, 12]
+    assert states[:2].tolist() == [0.0, 2.0]
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -200,9 +200,8 @@ class V2TreeAdapter(V2Adapter):
         """Return a model state's inputs, whose positions in all dimensions (M-RoPE) follow the
         depths of the step's nodes."""
         inputs = original(*args, **kwargs)
-        step = self.trees.step
-        places, step.places = step.places, None  # an idle rank's run may come next
-        if places is not None:
+        places = self.trees.step.places
+        if places is not None and self.waits_for == "masks":  # not in a dummy run
             follow_depths(inputs["positions"], places)
         return inputs
 
