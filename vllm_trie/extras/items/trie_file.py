@@ -13,7 +13,8 @@ The body of the file (see :mod:`vllm_trie.files.checked_file`) holds the arrays 
     weights       float32 [items]    only if items have some
     id text       uint8[...]        UTF-8, only if ids are strings
 
-The digest shows damage. The trie is checked in addition: a file made to deceive is refused.
+The digest shows damage. The trie is checked in addition: a file made to deceive is refused, or its
+ids that are strings are not found.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.extras.items.unit.catalogues import PlainTrie, random_items, trie_of,
 from vllm_trie.cli import app
 from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.sources import read_items
-from vllm_trie.extras.items.trie import ROOT, IdTexts, text_key, text_keys
+from vllm_trie.extras.items.trie import ROOT
 from vllm_trie.extras.items.trie_file import ItemsError, open_items
 from vllm_trie.files.checked_file import PREFIX
 from vllm_trie.lab.tiny_model import model_path
@@ -240,36 +241,37 @@ def test_a_forged_file_with_a_right_digest_is_no_other_trie(path, data):
     assert count == trie.num_items
 
 
-@pytest.mark.parametrize("fault", ["not UTF-8", "half a character", "another key"])
+@pytest.mark.parametrize("fault", ["not UTF-8", "half a character"])
 def test_forged_ids_are_refused(tmp_path, fault):
     """They are found out before a request meets them."""
     items = {(1, 2): 1, (1, 3): 2, (4,): 3}
     path = write(tmp_path / "a.trie", items, text_ids=True)
-    trie = open_items(path)
     content = bytearray(path.read_bytes())
     texts = content.rindex(b"item 1item 2item 3")
     if fault == "not UTF-8":
         content[texts] = 0xFF
-    elif fault == "half a character":
-        content[texts + 5 : texts + 7] = "\u00e9".encode()  # the second id begins within it
     else:
-        key = int(trie.id_keys[0]).to_bytes(8, "little", signed=True)
-        place = content.index(key)
-        content[place : place + 8] = (int(trie.id_keys[0]) - 1).to_bytes(8, "little", signed=True)
+        content[texts + 5 : texts + 7] = "\u00e9".encode()  # the second id begins within it
     content[16:48] = hashlib.sha256(content[PREFIX.size :]).digest()
     path.write_bytes(content)
-    message = "the index of the ids has other ids" if fault == "another key" else "not UTF-8"
-    with pytest.raises(ItemsError, match=message):
+    with pytest.raises(ItemsError, match="not UTF-8"):
         open_items(path)
 
 
-@given(st.lists(st.text(max_size=9), max_size=20))
-def test_keys_of_many_texts_are_those_of_each(texts):
-    encoded = [text.encode() for text in texts]
-    offsets = np.cumsum([0, *map(len, encoded)])
-    ids = IdTexts(offsets, np.frombuffer(b"".join(encoded), dtype=np.uint8))
-    keys = text_keys(ids, np.arange(len(texts)))
-    assert keys.tolist() == [text_key(text) for text in encoded]
+def test_a_long_id_costs_opening_its_length(tmp_path):
+    """Not the number of all ids for each of its characters."""
+    seconds = []
+    for number, last in enumerate(["short", 12_500 * "long"]):
+        source, target = tmp_path / f"{number}.jsonl", tmp_path / f"{number}.trie"
+        ids = [*map(str, range(10**5)), last]
+        lines = (json.dumps({"id": ids[i], "tokens": [i]}) for i in range(len(ids)))
+        source.write_text("\n".join(lines))
+        build_items(target, read_items(source))
+        begin = time.process_time()
+        trie = open_items(target)
+        seconds.append(time.process_time() - begin)
+        assert trie.item_ids(trie.find_ids([last])) == [last]
+    assert seconds[1] < 8 * seconds[0]
 
 
 # -- commands --------------------------------------------------------------------------------------
