@@ -11,8 +11,6 @@ import numpy as np
 
 PROMPT_BYTES = 8
 """Length of the fingerprint of a prompt's end."""
-KEY_BYTES = 32
-"""Length of the key of fingerprints."""
 
 
 class StoredText(NamedTuple):
@@ -27,13 +25,7 @@ class StoredText(NamedTuple):
 
 
 class TextStore:
-    """Keeps an engine's texts for others, or brings theirs. No call waits for anybody.
-
-    Attributes:
-        prompt_key: Of the fingerprints of prompts in its texts; None if any will do.
-    """
-
-    prompt_key: bytes | None = None
+    """Keeps an engine's texts for others, or brings theirs. No call waits for anybody."""
 
     def restore(self, texts: Callable[[], Sequence[StoredText]]) -> Sequence[StoredText]:
         """Return the texts of earlier engines, least recently used first.

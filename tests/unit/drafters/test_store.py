@@ -115,19 +115,16 @@ def test_a_repeated_prompt_finds_its_answer_from_the_first_token_on(salt):
 def test_prompts_of_another_salt_are_not_recognized(first, second):
     """Neither drafts nor fingerprints show who guesses a prompt that it was asked before."""
     drafter = answered_before(PROMPT, first)
-    store, key = drafter.store, drafter._prompt_key
+    store = drafter.store
     store.take_in(1000)
     prompt = np.array(PROMPT, dtype=np.int32)
     prints = {text.prompt for text in store.texts()}
-    assert prompt_print(key, first, prompt) in prints
-    assert prompt_print(key, second, prompt) not in prints
+    assert prompt_print(first, prompt) in prints
+    assert prompt_print(second, prompt) not in prints
     # Even who knows the fingerprint gets no answer under another salt.
-    assert store.answer(first, prompt_print(key, first, prompt)) >= 0
-    assert store.answer(second, prompt_print(key, first, prompt)) == -1
+    assert store.answer(first, prompt_print(first, prompt)) >= 0
+    assert store.answer(second, prompt_print(first, prompt)) == -1
     assert 10 not in first_draft(drafter, PROMPT, second)[1:]
-    # Another process has another key: its fingerprints say nothing here.
-    other = make_drafter()._prompt_key
-    assert prompt_print(other, first, prompt) not in prints
 
 
 def test_a_sessions_answer_is_that_to_its_last_prompt():
@@ -137,7 +134,7 @@ def test_a_sessions_answer_is_that_to_its_last_prompt():
     end(drafter, make_request([*longer, *range(60, 80)], "session", len(longer)))
     drafter.store.take_in(1000)
     [text] = drafter.store.texts()
-    assert text.prompt == prompt_print(drafter._prompt_key, None, np.array(longer, np.int32))
+    assert text.prompt == prompt_print(None, np.array(longer, np.int32))
 
 
 def test_a_text_that_was_evicted_is_no_answer():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -23,7 +22,6 @@ from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Recyc
 from vllm_trie.drafts.ngrams.job import Draft
 from vllm_trie.drafts.ngrams.native import PackedJobs
 from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
-from vllm_trie.drafts.text_store import KEY_BYTES
 from vllm_trie.tree import TokenTree
 
 BLEND = Blend(
@@ -71,9 +69,6 @@ class NgramTrieDrafter(Drafter):
         self._archive = self._newest_archive()
         # Lengths of prompts and fingerprints, by request id; a session's prompt grows.
         self._prompts: dict[str, tuple[int, bytes]] = {}
-        self._prompt_key = os.urandom(KEY_BYTES)
-        for text_store in context.text_stores:
-            self._prompt_key = text_store.prompt_key or self._prompt_key
         order = options.max_context_len
         self._texts = RequestTexts(backend, order, options.index_tokens, options.index_output)
         self.store = None
@@ -164,7 +159,7 @@ class NgramTrieDrafter(Drafter):
         length, prompt = self._prompts.get(request.request_id, (-1, b""))
         if length != request.num_prompt_tokens:
             tokens = request.token_ids[: request.num_prompt_tokens]
-            prompt = prompt_print(self._prompt_key, request.cache_salt, tokens)
+            prompt = prompt_print(request.cache_salt, tokens)
             self._prompts[request.request_id] = request.num_prompt_tokens, prompt
             if self.store is not None:
                 self.store.listen(request.cache_salt)

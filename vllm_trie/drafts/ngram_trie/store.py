@@ -25,11 +25,11 @@ TEXT_TOKENS = 12
 """Tokens that a text counts as in addition, for its own memory and that of its salt's index."""
 
 
-def prompt_print(key: bytes, cache_salt: str | None, prompt: np.ndarray) -> bytes:
-    """Return the keyed hash of a prompt's last tokens and its salt."""
+def prompt_print(cache_salt: str | None, prompt: np.ndarray) -> bytes:
+    """Return the hash of a prompt's last tokens and its salt."""
     end = np.ascontiguousarray(prompt[-PROMPT_TOKENS:], dtype="<i4")
     text = salt_digest(cache_salt) + end.tobytes()
-    return blake2b(text, digest_size=PROMPT_BYTES, key=key).digest()
+    return blake2b(text, digest_size=PROMPT_BYTES).digest()
 
 
 class RequestStore:

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from vllm_trie.drafts.engine.observers import StepObserver
-from vllm_trie.drafts.text_store import KEY_BYTES, PROMPT_BYTES, StoredText, TextStore
-from vllm_trie.extras.memory.folder import Identity
+from vllm_trie.drafts.text_store import PROMPT_BYTES, StoredText, TextStore
+from vllm_trie.extras.memory.store_file import Identity
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ LONGEST_PAUSE = 30.0
 _TIMEOUT = 5.0
 _ENTRIES_AT_ONCE = 64
 _FIELDS = frozenset((b"v", b"e", b"p", b"t", b"d"))
+_MAX_ENGINE_BYTES = 32
 _START = b"0-0"
 _WRONG_TYPE = "WRONGTYPE"
 USER, PASSWORD = "VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"
@@ -78,14 +79,12 @@ class Replicas(TextStore, StepObserver):
         user, password: For a URL without them.
 
     Attributes:
-        prompt_key: Of the fingerprints of prompts: the same in all replicas.
         num_dropped: Entries that were not sound.
     """
 
     def __init__(
         self, url: str, identity: Identity, user: str | None = None, password: str | None = None
     ) -> None:
-        self.prompt_key = _digest(b"prompts", *map(_encoded, identity))[:KEY_BYTES]
         self.num_dropped = 0
         self._identity = identity
         self._engine = os.urandom(8)
@@ -392,7 +391,7 @@ def decode(
     if fields.keys() != _FIELDS or fields[b"v"] != VERSION:
         return None
     prompt, packed = fields[b"p"], fields[b"t"]
-    if len(prompt) not in (0, PROMPT_BYTES) or len(fields[b"e"]) > KEY_BYTES:
+    if len(prompt) not in (0, PROMPT_BYTES) or len(fields[b"e"]) > _MAX_ENGINE_BYTES:
         return None
     if not 0 < len(packed) <= 4 * MAX_TOKENS or len(packed) % 4:
         return None

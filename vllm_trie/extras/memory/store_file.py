@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -35,6 +36,20 @@ _NO_SALT = b""
 
 class StoreError(RefusedError):
     """A store file cannot be used. The message names the file, the reason and the remedy."""
+
+
+class Identity(NamedTuple):
+    """The properties that texts must share to be of use to one another."""
+
+    model: str
+    tokenizer: str
+    """Fingerprint, empty if the engine has no tokenizer."""
+    vocab_size: int
+
+    @property
+    def key(self) -> str:
+        """A short form, for names of files."""
+        return hashlib.sha256("\0".join(map(str, self)).encode()).hexdigest()[:16]
 
 
 class StoreHeader(SizedHeader):
@@ -106,14 +121,19 @@ def write_store(path: Path, header: StoreHeader, texts: Sequence[StoredText]) ->
     FORMAT.write(path, header.model_copy(update=counts), body())
 
 
-def read_store(path: Path) -> list[StoredText]:
+def read_store(path: Path, identity: Identity | None = None) -> list[StoredText]:
     """Check a whole file and return its texts, least recently used first.
 
+    Args:
+        identity: What the file must have; None for any.
+
     Raises:
-        StoreError: The file is missing, of another kind or version, truncated, changed since it was
-            written, or not sound.
+        StoreError: The file is missing, of another kind, version or identity, truncated, changed
+            since it was written, or not sound.
     """
     header, _, body, _ = FORMAT.read(path)
+    if identity not in (None, Identity(header.model, header.tokenizer, header.vocab_size)):
+        raise FORMAT.problem(path, "it is that of another model or tokenizer")
     salt_bytes = _SALT_BYTES * header.num_salts
     sizes = [4 * header.num_texts, 4 * header.num_texts, 4 * header.num_tokens, salt_bytes]
     *parts, digests, prompts = np.split(body, np.cumsum(sizes))

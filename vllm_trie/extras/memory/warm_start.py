@@ -9,16 +9,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.text_store import StoredText, TextStore
-from vllm_trie.extras.memory.folder import Identity, StoreFile, prompt_key, read_newest
 from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.replicas import PASSWORD, USER, Replicas
-from vllm_trie.extras.memory.store_file import StoreHeader, write_store
+from vllm_trie.extras.memory.store_file import (
+    Identity,
+    StoreError,
+    StoreHeader,
+    read_store,
+    write_store,
+)
 from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 
 if TYPE_CHECKING:
@@ -31,53 +37,50 @@ if TYPE_CHECKING:
 INTERVAL = 60.0
 """Seconds between two saves, at least."""
 _LAST_SAVE = 30.0  # seconds that a shutdown waits for a save that runs
+_MAX_SAVE_S = 24 * 3600.0
+"""Age from which a temporary file is that of a killed engine."""
 
 logger = logging.getLogger(__name__)
 
 
 class WarmStart(TextStore, StepObserver):
-    """Starts from the newest file of the model, and saves a file of its own.
+    """Starts from the file of the model, and saves it. Of several engines the last save stays.
 
     A snapshot is taken between two steps: references to texts, which never change. A thread writes
     it. Nothing here raises: what cannot be read or written is logged, and the engine goes on.
 
     Args:
-        folder: Of the files of all engines.
+        folder: Of the files of all models.
         identity: Of this engine's model and tokenizer.
     """
 
     def __init__(self, folder: Path, identity: Identity) -> None:
-        self._folder = folder
+        self._path = folder / f"{identity.key}-0.store"
         self._identity = identity
         self._texts: Callable[[], Sequence[StoredText]] = tuple
         self._next_save = time.monotonic() + INTERVAL
         self._has_changed = False
         self._failed = False
         self._job: threading.Thread | None = None
-        self._file: StoreFile | None = None
         try:
-            self.prompt_key = prompt_key(folder)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _remove_temporaries(folder)
         except OSError as error:
-            logger.warning("store_path=%r: %s; answers are not found by prompt", str(folder), error)
-        try:
-            self._file = StoreFile.claim(folder, identity)
-        except OSError as error:
-            logger.warning("store_path=%r: %s; this engine saves nothing there", str(folder), error)
+            self._fail(error)
         atexit.register(_close, weakref.ref(self))
 
     def restore(self, texts: Callable[[], Sequence[StoredText]]) -> Sequence[StoredText]:
         self._texts = texts
         try:
-            saved = read_newest(self._folder, self._identity, logger.warning)
-        except Exception:
-            logger.warning(
-                "warm start from %s failed; the start is cold", self._folder, exc_info=True
-            )
+            if not self._path.exists():
+                logger.info("cold start: %s has no file of this model", self._path.parent)
+                return ()
+            saved = read_store(self._path, self._identity)
+        except Exception as error:
+            is_foreseen = isinstance(error, StoreError | OSError)
+            logger.warning("%s; the start is cold", error, exc_info=not is_foreseen)
             return ()
-        if saved is None:
-            logger.info("cold start: %s has no file of this model", self._folder)
-            return ()
-        logger.info("warm start from %s: %d texts", self._folder, len(saved))
+        logger.info("warm start from %s: %d texts", self._path, len(saved))
         return saved
 
     def add(self, text: StoredText) -> None:
@@ -85,45 +88,34 @@ class WarmStart(TextStore, StepObserver):
 
     def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Save if it is time to."""
-        file, now = self._file, time.monotonic()
-        if file is None or not self._has_changed or now < self._next_save:
-            return
-        if self._job and self._job.is_alive():
-            return
-        self._next_save = now + INTERVAL
-        self._start_job(file)
+        now, is_saving = time.monotonic(), self._job is not None and self._job.is_alive()
+        if self._has_changed and not is_saving and now >= self._next_save:
+            self._next_save = now + INTERVAL
+            self._start_job()
 
     def forget(self) -> None:
         """Save at once that nothing is left: no request may follow, nor a shutdown."""
         self._has_changed = True
-        if self._file is not None:
-            self._start_job(self._file)
+        self._start_job()
 
     def closed(self) -> None:
-        """Save and give the file back.
-
-        An engine that served nothing and forgot nothing leaves the file as it is.
-        """
-        file = self._file
-        if file is None:
+        """Save, unless the engine kept nothing and forgot nothing."""
+        if not self._has_changed:
             return
+        self._has_changed = False
         if self._job is not None:
             self._job.join(_LAST_SAVE)
-        self._file = None
-        if self._job is not None and self._job.is_alive():
-            return  # it writes to the file, whose lock goes with it
-        if self._has_changed:
-            self._write(file, *self._snapshot())
-        file.release()
+        if self._job is None or not self._job.is_alive():
+            self._write(*self._snapshot())
 
-    def _start_job(self, file: StoreFile) -> None:
-        arguments = (file, *self._snapshot(), self._job)
+    def _start_job(self) -> None:
+        arguments = (*self._snapshot(), self._job)
         job = threading.Thread(target=self._write, args=arguments, daemon=True)
         try:
             job.start()
             self._job = job
         except RuntimeError as error:  # the process may have no more threads
-            self._fail(file, error)
+            self._fail(error)
 
     def _snapshot(self) -> tuple[StoreHeader, Sequence[StoredText]]:
         header = StoreHeader(**self._identity._asdict(), saved_at=time.time())
@@ -131,7 +123,6 @@ class WarmStart(TextStore, StepObserver):
 
     def _write(
         self,
-        file: StoreFile,
         header: StoreHeader,
         texts: Sequence[StoredText],
         before: threading.Thread | None = None,
@@ -140,20 +131,19 @@ class WarmStart(TextStore, StepObserver):
         if before is not None:
             before.join()
         try:
-            write_store(file.path, header, texts)
+            write_store(self._path, header, texts)
             self._failed = False
         except Exception as error:  # a full disk, a folder that is gone
-            self._fail(file, error)
+            self._fail(error)
 
-    def _fail(self, file: StoreFile, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         level = logging.DEBUG if self._failed else logging.WARNING
-        logger.log(level, "%s could not be saved: %s; the engine goes on", file.path, error)
+        logger.log(level, "%s cannot be saved: %s; the engine goes on", self._path, error)
         self._failed = True
 
 
 def open_stores(vllm_config: VllmConfig, context: DrafterContext) -> Iterator[WarmStart | Replicas]:
-    """Yield what the options of this worker name; the key of replicas takes the place of the
-    folder's.
+    """Yield what the options of this worker name.
 
     The first tensor-parallel rank alone has any: the others get its trees.
     """
@@ -189,3 +179,11 @@ def _close(reference: weakref.ref[WarmStart]) -> None:
     warm_start = reference()
     if warm_start is not None:
         warm_start.closed()
+
+
+def _remove_temporaries(folder: Path) -> None:
+    """Remove what killed engines left in the middle of a save."""
+    for temporary in folder.glob(".*.store-*"):
+        with suppress(OSError):
+            if time.time() - temporary.stat().st_mtime > _MAX_SAVE_S:
+                temporary.unlink()

@@ -17,8 +17,8 @@ from tests.extras.memory.unit.redis_server import RedisServer
 from tests.unit.drafters.support import end, make_drafter, make_request
 from vllm_trie.drafts.text_store import StoredText, salt_digest
 from vllm_trie.extras.memory import bounded_reply, replicas
-from vllm_trie.extras.memory.folder import Identity
 from vllm_trie.extras.memory.replicas import Replicas, connect, decode, encode
+from vllm_trie.extras.memory.store_file import Identity
 
 IDENTITY = Identity("model", "tokenizer", 1000)
 SALT = salt_digest("tenant")

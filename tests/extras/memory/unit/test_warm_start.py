@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,7 @@ from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
 from vllm_trie.drafts import Drafter
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.memory import warm_start as module
-from vllm_trie.extras.memory.folder import Identity, StoreFile
-from vllm_trie.extras.memory.store_file import read_store, write_store
+from vllm_trie.extras.memory.store_file import Identity, StoreHeader, read_store, write_store
 from vllm_trie.extras.memory.warm_start import WarmStart
 from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.tree import TokenTree
@@ -90,10 +91,6 @@ def test_a_restart_knows_the_answer_to_a_prompt_from_its_first_token_on(tmp_path
     expected = list(range(20, 29))
     _, restarted = start(tmp_path)
     assert first_draft(restarted) == expected
-    # Another key makes the fingerprints worthless, and nothing else.
-    (tmp_path / "prompts.key").unlink()
-    _, restarted = start(tmp_path)
-    assert first_draft(restarted)[0] == 50
     for path in tmp_path.iterdir():
         content = path.read_bytes()
         assert not any(np.array(prompt[i : i + 2], "<i4").tobytes() in content for i in range(39))
@@ -157,7 +154,7 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
     assert len(threads) == 2
 
 
-def test_a_save_that_is_slow_keeps_its_file(tmp_path, monkeypatch):
+def test_a_last_save_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
     begun, go_on, write = threading.Event(), threading.Event(), write_store
 
     def slow(*content: Any) -> None:
@@ -173,13 +170,66 @@ def test_a_save_that_is_slow_keeps_its_file(tmp_path, monkeypatch):
     end_step(saving)
     assert begun.wait(30.0)
     saving.closed()
-    other = StoreFile.claim(tmp_path, IDENTITY)
+    assert [*tmp_path.glob("*.store")] == []
     go_on.set()
     finish_job(saving)
     [path] = tmp_path.glob("*.store")
-    assert other.path != path
     assert len(read_store(path)) == 2
-    assert StoreFile.claim(tmp_path, IDENTITY).path == path
+
+
+def test_engines_of_one_model_share_a_file_and_the_last_save_stays(tmp_path):
+    folder = tmp_path / "new"
+    first, of_first = start(folder)
+    second, of_second = start(folder)
+    other = WarmStart(folder, Identity("other", "fingerprint", VOCAB))
+    other.forget()
+    finish_job(other)
+    for saving, drafter, last in ((first, of_first, 15), (second, of_second, 16)):
+        answer(drafter, [*ANSWER, last])
+        saving.closed()
+    assert oct(folder.stat().st_mode & 0o777) == "0o700"
+    assert len([*folder.iterdir()]) == 2
+    _, restarted = start(folder)
+    assert drafted(restarted, [5, *ANSWER])[0] == 16
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_damaged(path: Path) -> None:
+    header = StoreHeader(**IDENTITY._asdict(), saved_at=0.0)
+    write_store(path, header, [])
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def make_other(path: Path) -> None:
+    write_store(path, StoreHeader(model="other", tokenizer="", vocab_size=9, saved_at=0.0), [])
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_damaged, make_other, Path.mkdir])
+def test_a_file_that_cannot_be_used_costs_a_cold_start(tmp_path, make, caplog):
+    path = tmp_path / f"{IDENTITY.key}-0.store"
+    make(path)
+    saving, drafter = start(tmp_path)
+    [warning] = caplog.records
+    assert warning.levelname == "WARNING"
+    assert f"store {path}: " in warning.getMessage()
+    assert "; the start is cold" in warning.getMessage()
+    answer(drafter, ANSWER)
+    saving.closed()
+    if make is not Path.mkdir:
+        assert len(read_store(path)) == 2
+
+
+def test_a_start_removes_what_killed_engines_left(tmp_path):
+    old, recent = tmp_path / ".any.store-killed", tmp_path / ".any.store-writes"
+    for path in (old, recent):
+        path.touch()
+    a_day_ago = time.time() - 25 * 3600
+    os.utime(old, (a_day_ago, a_day_ago))
+    start(tmp_path)
+    assert [*tmp_path.iterdir()] == [recent]
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["idle", "while a save writes"])
@@ -222,7 +272,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
     saving, _ = start(blocked / "below")
     end_step(saving)
     saving.closed()
-    assert "this engine saves nothing there" in caplog.text
+    assert "cannot be saved: [Errno 20] Not a directory" in caplog.text
 
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
@@ -233,7 +283,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
         answer(drafter, ANSWER)
         patched.setattr(saving, "_next_save", 0.0)
         end_step(saving)
-    assert "could not be saved: can't start new thread; the engine goes on" in caplog.text
+    assert "cannot be saved: can't start new thread; the engine goes on" in caplog.text
     saving.closed()
 
     monkeypatch.setattr(module, "write_store", full)
