@@ -23,6 +23,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 FORKED = Path(__file__).parent / "forked"
+UNLISTED = Path(__file__).parent / "unlisted"
 LIMIT_S = 900.0
 IDLE_LIMIT_S = 120.0
 

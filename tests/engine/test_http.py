@@ -16,6 +16,7 @@ from tests.engine.beam import server_off
 from tests.engine.chats import CHATS, chat, complete, joined
 from tests.engine.prompts import texts
 from tests.engine.serving import Server, running
+from tests.processes import UNLISTED
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,8 @@ PARSER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 PLAIN = "plain"
 NODES = 16
 DRAFTED = "ngram_trie"
-"""The server with drafts; its processes are those that vLLM starts by default."""
+"""The server with drafts; its processes are those that vLLM starts by default, and its release of
+vLLM is none that the ledger lists."""
 COMMANDS = {
     PLAIN: [*server_off.OPTIONS, *PARSER],
     DRAFTED: [
@@ -186,7 +188,8 @@ def answers(tmp_path_factory):
     for name, options in COMMANDS.items():
         drafts = name == DRAFTED
         processes = {"worker_process": drafts, "spawns": drafts}
-        with running(folder / name, *options, **processes, **VARIABLES) as server:
+        unlisted = {"PYTHONPATH": str(UNLISTED)} if drafts else {}
+        with running(folder / name, *options, **processes, **VARIABLES, **unlisted) as server:
             answers_of[name] = interview(server)
             if name == PLAIN:
                 answers_of[name].beams = server_off.ask_for_beams(server)
@@ -274,6 +277,15 @@ def test_a_front_end_warns_of_nothing_that_the_plugin_answers_for(answers):
     assert "Async scheduling not supported" not in log
     assert log.count("vllm-trie is on: ngram_trie drafts up to 16 tokens") == 1
     assert "on Model Runner V1 without asynchronous scheduling" in log
+
+
+def test_an_unlisted_release_is_checked_before_it_serves(answers):
+    """In a process that is spawned, which has loaded no plugin when it begins to make the
+    engine."""
+    checks, _, served = answers[DRAFTED].log.partition("Application startup complete")
+    assert served
+    assert checks.count("Its hooks fit, and drafts passed their check") == 1
+    assert checks.count("Native beam search passed its check") == 1
 
 
 def test_line_in_the_log(answers):

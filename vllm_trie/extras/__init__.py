@@ -116,7 +116,10 @@ EXTRAS: Mapping[str, Extra] = {
         },
     ),
     "device_checks": Extra(
-        hooks={("speculation", "any"): "uses release_check", ("beam", "any"): "search_check"},
+        hooks={
+            ("speculation", "any"): "uses release_check spawned_engines",
+            ("beam", "any"): "search_check spawned_engines",
+        },
         checks={
             "release": "release_check:check_release",
             "drafts": "start_check:reason_against_drafts",
