@@ -37,7 +37,7 @@ class Row {
     const bool is_finite = !has_nan_ && std::isfinite(largest_);
     for (int i = 0; i < count; ++i)
       probabilities[i] =
-          is_finite ? static_cast<float>(std::exp(double{probabilities[i]} - largest_) / total_)
+          is_finite ? static_cast<float>(std::exp(probabilities[i] - largest_) / total_)
                     : 0.0f;
     if (has_nan_)
       tokens[0] = static_cast<int32_t>(
@@ -65,7 +65,7 @@ class Row {
     maxima_.push_back(maximum);
     if (!(maximum > kMinusInfinity)) return;
     if (maximum > largest_) {
-      total_ *= std::exp(double{largest_} - maximum);
+      total_ *= std::exp(largest_ - maximum);
       largest_ = maximum;
     }
     const Floats shift = broadcast(largest_);
@@ -80,7 +80,7 @@ class Row {
   void choose(const T* logits, int64_t size, int count, int32_t* tokens, float* values) {
     float bound = kMinusInfinity;
     if (static_cast<int>(maxima_.size()) > count) {
-      sorted_ = maxima_;
+      sorted_.assign(maxima_.begin(), maxima_.end());
       std::nth_element(sorted_.begin(), sorted_.begin() + count - 1, sorted_.end(),
                        std::greater<>());
       bound = sorted_[count - 1];
