@@ -17,7 +17,9 @@ namespace vllm_trie {
 
 inline bool have_openmp() { return GOMP_parallel && omp_get_thread_num && omp_get_num_threads; }
 
-// Calls work(thread, num_threads) on a team of at most `num_threads` threads.
+// Calls work(thread, size) on the calling thread if `num_threads` is 1, and otherwise on OpenMP's
+// whole team, whose size is that of torch's. GNU's runtime ends the threads that a smaller team
+// leaves out, and torch's next operation would start them anew.
 template <typename Work>
 void run_parallel(int num_threads, Work& work) {
   if (num_threads <= 1 || !have_openmp()) {
@@ -28,7 +30,7 @@ void run_parallel(int num_threads, Work& work) {
       [](void* data) {
         (*static_cast<Work*>(data))(omp_get_thread_num(), omp_get_num_threads());
       },
-      &work, static_cast<unsigned>(num_threads), 0);
+      &work, 0, 0);
 }
 
 }  // namespace vllm_trie

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.processes import run_python
 from tests.unit.attention.paged_cases import (
     HEAD_SIZES,
     PagedCase,
@@ -220,6 +221,35 @@ def test_other_rows_are_left_alone(native):
     assert torch.equal(output[7:14], whole[7:14])
     assert (output[:7] == 7.0).all()
     assert (output[14:] == 7.0).all()
+
+
+KEPT_THREADS_SCRIPT = """
+import os
+import torch
+from tests.unit.attention.paged_cases import RequestShape, paged_case
+from tests.unit.attention.test_native import run
+from vllm_trie.attention.native import NativeKernels
+
+def threads():
+    numbers.add_(1)  # takes every thread
+    return sorted(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(4)
+numbers, native = torch.zeros(10**6), NativeKernels()
+before = threads()
+assert len(before) >= 4
+for num_rows in (1, 2, 3):
+    native.likeliest(torch.randn(num_rows, 1000), 8)
+    assert threads() == before, f"likeliest of {num_rows} rows"
+for num_nodes in range(1, 9):  # with work for one thread, and for two to four
+    run(native, paged_case([RequestShape(9, 1, num_nodes)], torch.float32, 8, 2, 32, 32, seed=1))
+    assert threads() == before, f"attention of {num_nodes} nodes"
+"""
+
+
+def test_calls_with_little_work_keep_the_threads_of_torch():
+    """In a process of its own, whose threads no other test starts."""
+    run_python("-c", KEPT_THREADS_SCRIPT)
 
 
 def test_calls_from_several_threads(native):

@@ -127,7 +127,7 @@ extern "C" int vllm_trie_likeliest(int64_t dtype, const void* logits, int64_t nu
         reader.read(static_cast<const T*>(logits) + row * stride, size, count,
                     tokens + row * count, probabilities + row * count);
     };
-    run_parallel(static_cast<int>(std::min<int64_t>(num_threads, num_rows)), work);
+    run_parallel(num_rows > 1 ? num_threads : 1, work);
   });
   return 0;
 }
