@@ -54,12 +54,18 @@ class NativeLibrary:
         """Return the library, for the best instruction set there is or for the one given.
 
         Raises:
-            CoreError: It is missing, damaged, or lacks a function that the sources define.
+            CoreError: It is missing, damaged, lacks a function that the sources define, or is older
+                than they are in a checkout: functions and structures are read from the sources.
         """
         sets = [instructions] if instructions else usable_sets()
         paths = [FOLDER / f"{self.name}-{name}.so" for name in sets]
         path = next(filter(Path.is_file, paths), paths[0])
         try:
+            if (FOLDER.parents[2] / ".git").exists():
+                built = path.stat().st_mtime
+                for source in (*self.sources, *self.headers):
+                    if source.stat().st_mtime > built:
+                        raise OSError(f"its source {source.name} is newer")
             library = ctypes.CDLL(str(path))
             for name, (result, arguments) in self._interface.functions().items():
                 function = getattr(library, name)

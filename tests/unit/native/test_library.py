@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from ctypes import ArgumentError
 from pathlib import Path
@@ -37,11 +38,18 @@ def _lacks_a_function(library: Path, source: Path) -> None:
     source.write_text(SOURCE + 'extern "C" int64_t thrice(int64_t value) { return 3 * value; }')
 
 
+def _of_another_commit(library: Path, source: Path) -> None:
+    (source.parent / ".git").mkdir()
+    built = library.stat().st_mtime
+    os.utime(source, (built + 1, built + 1))
+
+
 DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "missing": lambda library, source: library.unlink(),
     "empty": lambda library, source: library.write_bytes(b""),
     "no library": lambda library, source: library.write_text("damaged"),
-    "older than its source": _lacks_a_function,
+    "lacks a function": _lacks_a_function,
+    "older than its source": _of_another_commit,
 }
 
 

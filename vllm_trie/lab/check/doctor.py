@@ -35,6 +35,8 @@ PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "vllm_trie"
 PACKAGES = ("torch", "transformers", "triton", "xformers", "numpy", "pydantic")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+_CORES = {"trees": "tree/core", "ngrams": "drafts/ngrams/core", "attention": "attention/cpu"}
+"""Folders of the compiled cores' sources."""
 _NO_TORCH_COMPILER = (
     "vLLM's CPU build starts only with enforce_eager=True, and samples, computes log-probabilities "
     "and searches with beams only with TORCHDYNAMO_DISABLE=1 in the environment"
@@ -191,9 +193,11 @@ def check_plugin_is_loaded(allowed: str | None) -> Iterator[Problem]:
 
 def check_compiled_code() -> Iterator[Problem]:
     """Yield what is wrong with the compiled cores."""
-    for name in ("trees", "ngrams", "attention"):
+    package = native.FOLDER.parents[1]
+    for name, folder in _CORES.items():
+        sources, headers = ((package / folder).glob(f"*.{kind}") for kind in ("cpp", "hpp"))
         try:
-            native.NativeLibrary(name, []).load()
+            native.NativeLibrary(name, [*sources], [*headers]).load()
         except native.CoreError as error:
             yield _error(str(error))
 
