@@ -19,7 +19,7 @@ def compile_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.skip("no C++ compiler here")
     folder = source.parent / "package" / "native" / "cores"
     folder.mkdir(parents=True)
-    target = folder / f"{source.stem}-{usable_sets()[0]}.so"
+    target = folder / f"{source.stem}-{usable_sets()[-1]}.so"
     command = [compiler, "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     monkeypatch.setattr(library, "FOLDER", folder)

@@ -39,7 +39,7 @@ print(len(output.outputs[0].token_ids), "tokens")
 
 
 class Wheel(NamedTuple):
-    """A wheel for one instruction set, and the files that it was made of."""
+    """A wheel whose attention core is for one instruction set, and the files it was made of."""
 
     path: Path
     source: Path
@@ -49,7 +49,7 @@ class Wheel(NamedTuple):
 def build(source: Path, target: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Build a wheel as pip does, without optimization."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(target)]
-    settings = {"VLLM_TRIE_SETS": SET, "CMAKE_CXX_FLAGS_RELEASE": "-O0"}
+    settings = {"VLLM_TRIE_ATTENTION_SETS": SET, "CMAKE_CXX_FLAGS_RELEASE": "-O0"}
     for name, value in settings.items():
         command += ["-C", f"cmake.define.{name}={value}"]
     done = subprocess.run(
@@ -92,7 +92,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     # One wheel for every Python, with each core.
     assert "-py3-none-linux_" in wheel.path.name
     cores = {name.rpartition("/")[2] for name in packed if name.endswith(".so")}
-    assert cores == {f"{core}-{SET}.so" for core in ("attention", "ngrams", "trees")}
+    assert cores == {f"attention-{SET}.so", "ngrams-baseline.so", "trees-baseline.so"}
 
 
 def test_a_source_without_a_compiler_says_so_at_installation(wheel, tmp_path):

@@ -1,14 +1,13 @@
 """The compiled cores: C++ that CMake compiles at installation, and ctypes loads when it is used.
 
-`CMakeLists.txt` compiles each core once for each of some instruction sets, as `cores/core-set.so`.
-They are plain C interfaces, so that one wheel serves every Python.
+`CMakeLists.txt` compiles each core as `cores/core-baseline.so`, and the one that gains by them for
+further instruction sets. They are plain C interfaces, so that one wheel serves every Python.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ INSTRUCTION_SETS = {
     "x86-64-v4-bf16": _V4 | {"avx512_bf16"},
     "x86-64-v4": _V4,
     "x86-64-v3": _V3,
-    "x86-64": set(),
+    "baseline": set(),
 }
 """Names of the sets, best first, and the flags that Linux reports where they can be used."""
 
@@ -51,15 +50,13 @@ class NativeLibrary:
     headers: Sequence[Path] = ()
 
     def load(self, instructions: str | None = None) -> ctypes.CDLL:
-        """Return the library, for the best instruction set there is or for the one given.
+        """Return the library that :meth:`path` names.
 
         Raises:
             CoreError: It is missing, damaged, lacks a function that the sources define, or is older
                 than they are in a checkout: functions and structures are read from the sources.
         """
-        sets = [instructions] if instructions else usable_sets()
-        paths = [FOLDER / f"{self.name}-{name}.so" for name in sets]
-        path = next(filter(Path.is_file, paths), paths[0])
+        path = self.path(instructions)
         try:
             if (FOLDER.parents[2] / ".git").exists():
                 built = path.stat().st_mtime
@@ -77,6 +74,12 @@ class NativeLibrary:
             ) from error
         return library
 
+    def path(self, instructions: str | None = None) -> Path:
+        """Return the file for the best instruction set there is, or for the one given."""
+        sets = [instructions] if instructions else usable_sets()
+        paths = [FOLDER / f"{self.name}-{name}.so" for name in sets]
+        return next(filter(Path.is_file, paths), paths[-1])
+
     @functools.cached_property
     def functions(self) -> ctypes.CDLL:
         """The library for this processor, loaded at the first use; see :meth:`load`."""
@@ -92,9 +95,7 @@ class NativeLibrary:
 
 
 def usable_sets() -> list[str]:
-    """Return the instruction sets that this processor has, best first; `native` if not x86-64."""
-    if platform.machine() != "x86_64":
-        return ["native"]
+    """Return the instruction sets that this processor has, best first."""
     flags = cpu_flags()
     return [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
 

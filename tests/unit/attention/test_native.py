@@ -44,7 +44,7 @@ def _cpu_has(flag: str) -> bool:
         return False
 
 
-INSTRUCTIONS = [None, *["x86-64-v3"] * (_cpu_has("avx2") and _cpu_has("fma")), "x86-64"]
+INSTRUCTIONS = [None, *["x86-64-v3"] * (_cpu_has("avx2") and _cpu_has("fma")), "baseline"]
 
 
 @pytest.fixture(scope="module", params=INSTRUCTIONS)

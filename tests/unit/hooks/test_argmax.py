@@ -15,7 +15,7 @@ SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x3F80, 0xBF80, 0x000
 BITS = st.one_of(st.sampled_from(SPECIAL), st.integers(0, 0xFFFF))
 
 
-@pytest.fixture(scope="module", params=[None, "x86-64-v3", "x86-64"])
+@pytest.fixture(scope="module", params=[None, "x86-64-v3", "baseline"])
 def likeliest(request):
     """The kernel for each instruction set that this machine has."""
     if request.param == "x86-64-v3" and not torch.cpu._is_avx2_supported():
