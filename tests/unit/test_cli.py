@@ -173,6 +173,14 @@ def test_doctor_tells_of_a_core_that_cannot_be_used(monkeypatch, tmp_path):
     assert "core ngrams-" in problems[1].text
 
 
+def test_doctor_names_the_kernels_that_are_loaded(monkeypatch, tmp_path):
+    """Not the best ones that the processor could have."""
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    (tmp_path / "attention-baseline.so").touch()
+    machine, _ = doctor.describe_platform(look_at_device=False)
+    assert machine["kernels"] == "baseline"
+
+
 def test_missing_and_changed_hooks_are_errors_that_name_them(monkeypatch):
     findings = [make_hook(status, detail="why") for status in ("ok", "missing", "changed")]
     monkeypatch.setattr(doctor.ledger, "check", lambda: findings)

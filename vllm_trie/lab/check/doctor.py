@@ -251,7 +251,7 @@ def describe_platform(look_at_device: bool = True) -> tuple[dict[str, Any], list
         "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "isa": cpu_flags(),
-        "kernels": native.usable_sets()[0],
+        "kernels": native.NativeLibrary("attention", []).path().stem.removeprefix("attention-"),
         "cxx": compiler,
         "python_headers": headers,
         "device": "cpu",
