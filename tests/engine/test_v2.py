@@ -36,9 +36,12 @@ def chains(request: pytest.FixtureRequest, results: dict[str, Any]) -> dict[str,
 
 def check_share(result: dict[str, Any]) -> None:
     """What every engine gives: plain V2's greedy tokens with prefills in chunks, preemptions and
-    requests without drafts among the others, with predictions and under grammars; tokens of seeds,
-    with chains where nothing is drafted; the answers to prompts that come in parts."""
+    requests without drafts among the others, with predictions, under grammars and with thinking
+    budgets that end inside of drafts; tokens of seeds, with chains where nothing is drafted; the
+    answers to prompts that come in parts."""
     assert result["greedy"] == result["seeds"] == result["structured"] == result["predicted"] == []
+    assert result["thoughts"] == []
+    assert result["accepted_thoughts"] > 4
     assert result["sessions"]
     assert result["preempted"] > 0
     assert result["accepted_predicted"] > 0

@@ -34,6 +34,7 @@ from tests.engine.beam.lora import make_adapters
 from tests.engine.compare import (
     check_outputs_beside_aborts,
     differences,
+    draft_tokens,
     generate,
     margins,
     preemptions,
@@ -93,8 +94,9 @@ def greedy(**options: Any) -> SamplingParams:
     )
 
 
-WITHOUT_DRAFTS = {1: OPT_OUT, 3: {"thinking_token_budget": 2}}
-MIXED = [greedy(max_tokens=6 + 2 * i, **WITHOUT_DRAFTS.get(i, {})) for i in range(6)]
+MIXED = [greedy(max_tokens=6 + 2 * i, **(OPT_OUT if i == 1 else {})) for i in range(6)]
+THINKING_BRIEFLY = [greedy(thinking_token_budget=budget) for budget in (18, 4, 20, 30)]
+"""Each ends at the fifth or sixth token: the prompts begin to think."""
 SEEDS = [greedy(temperature=0.9, seed=i, top_p=0.95, max_tokens=5) for i in range(4)]
 SEEDS[3].min_p, SEEDS[3].logit_bias = 0.02, {210: 3.0, 13: -2.0}  # exact with trees only
 SEEDS_WITHOUT_DRAFTS = [
@@ -254,6 +256,7 @@ def share(llm: LLM, plain: dict[str, Any], *more: Callable[..., dict[str, Any]])
     if vllm_config.lora_config is not None:
         result |= run_adapters(llm, plain)
     put_in(llm, OracleDrafter if is_exact else ChainOracle)
+    result |= thoughts(llm, plain)
     steps, tokens = totals.steps, totals.tokens
     aborts = {2: [0], 5: [3]} if is_exact else {3: [0], 7: [3]}
     check_outputs_beside_aborts(llm, plain["long"], greedy(), aborts)
@@ -392,6 +395,17 @@ def sessions(llm: LLM, stops: list[int]) -> list[list[list[int]]]:
     return session_answers(llm, SESSIONS, greedy(stop_token_ids=stops), waits=False)[0]
 
 
+def thoughts(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
+    """Decode with thinking budgets that end inside of drafts: what differs, and what of the drafts
+    was accepted."""
+    tell_oracle(plain["thoughts"])
+    before = draft_tokens(llm)[0]
+    outputs = generate(llm, TEXTS[:4], THINKING_BRIEFLY)
+    accepted = draft_tokens(llm)[0] - before
+    tell_oracle([*plain["long"], *plain["told"]])
+    return {"thoughts": differences(plain["thoughts"], outputs), "accepted_thoughts": accepted}
+
+
 def predicted(llm: LLM, answers: list[Any]) -> dict[str, Any]:
     """Decode with the answers as predictions: what differs, and what was accepted of them."""
     tokens = [list(answer.outputs[0].token_ids) for answer in answers[:2]]
@@ -442,10 +456,13 @@ def plain_outputs(llm: LLM, folder: Path) -> dict[str, Any]:
         "waits": waits.summary(),
         "seeds": generate(llm, TEXTS[:4], SEEDS),
         "long": generate(llm, TEXTS, greedy()),
+        "thoughts": generate(llm, TEXTS[:4], THINKING_BRIEFLY),
         "structured": structured(llm),
         "adapters": adapters,
         "adapted": adapted(llm, adapters),
     }
+    differing = differences(plain["long"][:4], plain["thoughts"])
+    assert len(differing) == 4, "each budget must end some thinking"
     plain["stops"] = [answers[0][4] for answers in sessions(llm, [])]
     plain["sessions"] = sessions(llm, plain["stops"])
     # For drafts that go on behind a stop token.

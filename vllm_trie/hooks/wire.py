@@ -50,9 +50,13 @@ def may_draft(request: RequestData) -> bool:
         return False
     if not extra_args_of(params).get(SPECULATION, True):
         return False
-    if params.thinking_token_budget is not None:
-        return False  # vLLM counts thinking tokens along a chain
     return params.max_tokens != 1
+
+
+def may_draft_on_v1(request: RequestData) -> bool:
+    """Return the same on Model Runner V1, where a thinking budget counts a token for each step."""
+    params = request.sampling_params
+    return may_draft(request) and params is not None and params.thinking_token_budget is None
 
 
 def is_search(params: SamplingParams | None) -> bool:

@@ -307,7 +307,6 @@ def test_a_text_ends_where_the_scheduler_ends_it(steps, params, sampled, counted
 
 WITHOUT_DRAFTS: dict[str, dict[str, Any]] = {
     "speculation": {"extra_args": {"speculation": False}},
-    "thinking": {"thinking_token_budget": 4},
     "one token": {"max_tokens": 1},
 }
 

@@ -54,7 +54,8 @@ def draft_request(
         max_model_len: Length limit. Nodes take slots up to it, except for the slot of the next
             step's bonus token.
         max_nodes: The scheduler's limit on a draft.
-        chain_only: Whether all drafts are chains; those of structured outputs always are.
+        chain_only: Whether all drafts are chains; those of structured outputs and with a thinking
+            budget always are, which vLLM checks along a chain.
     """
     room = max_depth = max_model_len - len(token_ids) - 1
     if params.max_tokens is not None:
@@ -65,7 +66,9 @@ def draft_request(
         token_ids=token_ids,
         max_nodes=min(max_nodes, room),
         max_depth=max_depth,
-        chain_only=chain_only or params.structured_outputs is not None,
+        chain_only=chain_only
+        or params.structured_outputs is not None
+        or params.thinking_token_budget is not None,
         **constant,
     )
 

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.drafts.engine.scheduler.grammar_time import TimedGrammar
 from vllm_trie.hooks.ledger.record import Symbols
-from vllm_trie.hooks.wire import may_draft
+from vllm_trie.hooks.wire import may_draft_on_v1
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ class ForcedTokens:
     def _grammar_of(self, request: Request) -> TimedGrammar | None:
         """Return the matcher of a request whose next token it decides, None for others."""
         structured = request.structured_output_request
-        if structured is None or request.is_prefill_chunk or not may_draft(request):
+        if structured is None or request.is_prefill_chunk or not may_draft_on_v1(request):
             return None
         manager = self._manager
         is_thinking = manager.reasoner_cls is not None and not structured.reasoning_ended

@@ -33,7 +33,7 @@ from vllm_trie.drafts.engine.verification.placement import (
 )
 from vllm_trie.drafts.engine.verification.sampling import sample_levels
 from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols
-from vllm_trie.hooks.wire import STATS_ATTRIBUTE, may_draft
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE, may_draft_on_v1
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,7 +135,7 @@ class V1Speculation(Adapter):
             request_id = batch.req_ids[index]
             state = runner.requests[request_id]
             params = state.sampling_params
-            if params is None or not may_draft(state) or ends_with(params, tokens[-1]):
+            if params is None or not may_draft_on_v1(state) or ends_with(params, tokens[-1]):
                 continue
             request = draft_request(
                 constant_fields(request_id, state, num_prompt_tokens[index]),
@@ -159,7 +159,7 @@ class V1Speculation(Adapter):
             state, ended = self.runner.requests.get(request_id), None
             if state is not None and state.sampling_params is not None:
                 text: list[int] = []
-                if may_draft(state):
+                if may_draft_on_v1(state):
                     text = [*(state.prompt_token_ids or ()), *state.output_token_ids]
                 ended = ended_request(
                     constant_fields(request_id, state, state.num_prompt_tokens),
