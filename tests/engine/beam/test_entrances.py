@@ -30,6 +30,24 @@ def beam_params(width=4, n=None, **options):
     )
 
 
+def test_the_prompt_of_a_running_search_is_not_queued(engine):
+    """A server with `max_num_queued_tokens` refuses others by it; metrics have its first token."""
+    llm = engine(**OPTIONS, disable_log_stats=False)
+    engine_of_llm, queued, outputs = llm.llm_engine, [], []
+    text = {"prompt_token_ids": list(prompt(5, 40))}
+    engine_of_llm.add_request("search", text, beam_params(max_tokens=20, min_tokens=20))
+    while engine_of_llm.has_unfinished_requests():
+        queued.append(engine_of_llm.output_processor.get_num_queued_tokens())
+        outputs += engine_of_llm.step()
+    assert queued == [40] + [0] * (len(queued) - 1)
+    assert len(queued) >= 20
+    [output] = outputs
+    assert len(output.outputs) == 4
+    assert output.num_cached_tokens == 0
+    times = output.metrics
+    assert times.queued_ts <= times.scheduled_ts < times.first_token_ts < times.last_token_ts
+
+
 @pytest.mark.parametrize("concurrency_limit", [None, 1, 2])
 @pytest.mark.parametrize("use_tqdm", [False, True])
 def test_llm_beam_search(engine, concurrency_limit, use_tqdm, capsys):

@@ -78,6 +78,9 @@ def as_a_search(params: SamplingParams, num_logprobs: int | None = None) -> list
     request = engine_request(PROMPT, prepare_params(params))
     assert request.params.n == 1
     processor.add_request(request, "text", None, 0)
+    assert processor.get_num_queued_tokens() == len(PROMPT)
+    assert not processor.process_outputs([EngineCoreOutput("a", [])]).request_outputs
+    assert processor.get_num_queued_tokens() == 0
     tokens, logprobs = answer(num_logprobs)
     hypotheses = [
         HypothesisAnswer(

@@ -86,6 +86,8 @@ class SearchOutputs(ParentRequest):
     def get_outputs(
         self, child_request_id: str, completion_output: CompletionOutput
     ) -> tuple[list[CompletionOutput], bool]:
+        if not completion_output.finished():
+            return [], False
         result = vars(self._state).get(SEARCH_KEY)
         if result is None:  # refused or aborted
             return [replace(completion_output, index=index) for index in range(self.n)], True

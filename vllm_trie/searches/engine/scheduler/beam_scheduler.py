@@ -100,7 +100,7 @@ class TrieBeamScheduler(Scheduler):
         result = super().update_from_output(scheduler_output, model_runner_output)
         for client, answers in outputs.items():
             of_client = result.setdefault(client, EngineCoreOutputs())
-            of_client.outputs = [*of_client.outputs, *answers]
+            of_client.outputs = [*answers, *of_client.outputs]
         return result
 
     @_scheduler.overrides("ordinary requests leave the slots of groups free")

@@ -82,6 +82,7 @@ class BeamGroup:
         # Those of the present step of the search, by pass; None if the worker failed.
         self._candidates: list[StepCandidates | None] = []
         self._prefill_stats: PrefillStats | None = None
+        self._has_first_output = False
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
@@ -170,6 +171,19 @@ class BeamGroup:
             stop_token_ids = self.search.settings.stop_token_ids
             selection = selection._replace(stop_token_ids=stop_token_ids, totals=totals)
         return selection
+
+    def first_output(self) -> EngineCoreOutput | None:
+        """Return an output without tokens, by which vLLM counts the prompt as computed; None after
+        the first call. Takes the request's events."""
+        if self._has_first_output:
+            return None
+        self._has_first_output = True
+        return EngineCoreOutput(
+            request_id=self.request.request_id,
+            new_token_ids=[],
+            events=self.request.take_events(),
+            prefill_stats=self._prefill_stats,
+        )
 
     def output(self) -> EngineCoreOutput:
         """Return the whole answer of a search that is done. Takes the request's events."""

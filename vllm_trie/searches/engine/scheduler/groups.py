@@ -271,7 +271,8 @@ class BeamGroups:
     # -- answers -----------------------------------------------------------------------------------
 
     def _step(self, group: BeamGroup, outputs: Outputs) -> None:
-        """Take a step of a group's search; add its answer to `outputs` if it ends."""
+        """Take a step of a group's search; add its answer to `outputs` if it ends, and after its
+        first step that its prompt is computed."""
         children = group.advance()
         self.counters.steps += 1
         if group.search.done:
@@ -281,6 +282,8 @@ class BeamGroups:
             return
         self.counters.beams_forked += len(children) - len(set(children.parents.tolist()))
         group.beams.take_children(children)
+        if (first := group.first_output()) is not None:
+            outputs.setdefault(group.request.client_index, []).append(first)
 
     def drop_finished(self, request_ids: Iterable[str]) -> None:
         """Forget those groups and refused requests that no client waits for any more."""
