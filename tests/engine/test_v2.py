@@ -41,6 +41,8 @@ def check_share(result: dict[str, Any]) -> None:
     answers to prompts that come in parts."""
     assert result["greedy"] == result["seeds"] == result["structured"] == result["predicted"] == []
     assert result["thoughts"] == []
+    assert len(result["labels"]) == 7
+    assert max(result["labels"]) < 1e-4
     assert result["accepted_thoughts"] > 4
     assert result["sessions"]
     assert result["preempted"] > 0

@@ -97,6 +97,9 @@ def greedy(**options: Any) -> SamplingParams:
 MIXED = [greedy(max_tokens=6 + 2 * i, **(OPT_OUT if i == 1 else {})) for i in range(6)]
 THINKING_BRIEFLY = [greedy(thinking_token_budget=budget) for budget in (18, 4, 20, 30)]
 """Each ends at the fifth or sixth token: the prompts begin to think."""
+LISTED = {"logprob_token_ids": [29, 202, 300]}
+LABELS = [greedy(), greedy(max_tokens=1, **LISTED), greedy(max_tokens=6, **LISTED)]
+"""The second one ends with its prompt, of three chunks, next to drafts of the others."""
 SEEDS = [greedy(temperature=0.9, seed=i, top_p=0.95, max_tokens=5) for i in range(4)]
 SEEDS[3].min_p, SEEDS[3].logit_bias = 0.02, {210: 3.0, 13: -2.0}  # exact with trees only
 SEEDS_WITHOUT_DRAFTS = [
@@ -257,6 +260,7 @@ def share(llm: LLM, plain: dict[str, Any], *more: Callable[..., dict[str, Any]])
         result |= run_adapters(llm, plain)
     put_in(llm, OracleDrafter if is_exact else ChainOracle)
     result |= thoughts(llm, plain)
+    result["labels"] = label_errors(plain["labels"], labels(llm))
     steps, tokens = totals.steps, totals.tokens
     aborts = {2: [0], 5: [3]} if is_exact else {3: [0], 7: [3]}
     check_outputs_beside_aborts(llm, plain["long"], greedy(), aborts)
@@ -406,6 +410,23 @@ def thoughts(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     return {"thoughts": differences(plain["thoughts"], outputs), "accepted_thoughts": accepted}
 
 
+def labels(llm: LLM) -> list[dict[int, float]]:
+    """The log-probabilities of listed tokens, behind each output token."""
+    outputs = generate(llm, [TEXTS[1], TEXTS[0], TEXTS[5]], LABELS)
+    return [
+        {token: logprob.logprob for token, logprob in of_token.items()}
+        for output in outputs[1:]
+        for of_token in output.outputs[0].logprobs or []
+    ]
+
+
+def label_errors(expected: list[dict[int, float]], found: list[dict[int, float]]) -> list[float]:
+    """The largest difference behind each token; an error if some are missing."""
+    pairs = zip(expected, found, strict=True)
+    assert all({29, 202, 300} <= of_token.keys() for of_token in found)
+    return [max(abs(b[token] - a[token]) for token in a) for a, b in pairs]
+
+
 def predicted(llm: LLM, answers: list[Any]) -> dict[str, Any]:
     """Decode with the answers as predictions: what differs, and what was accepted of them."""
     tokens = [list(answer.outputs[0].token_ids) for answer in answers[:2]]
@@ -457,6 +478,7 @@ def plain_outputs(llm: LLM, folder: Path) -> dict[str, Any]:
         "seeds": generate(llm, TEXTS[:4], SEEDS),
         "long": generate(llm, TEXTS, greedy()),
         "thoughts": generate(llm, TEXTS[:4], THINKING_BRIEFLY),
+        "labels": labels(llm),
         "structured": structured(llm),
         "adapters": adapters,
         "adapted": adapted(llm, adapters),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     get_max_chunk_logits,
@@ -24,14 +25,14 @@ from vllm_trie.drafts.engine.runners.v2_experts import take_shorter_steps
 from vllm_trie.drafts.engine.runners.v2_lengths import most_logits_rows
 from vllm_trie.drafts.engine.start.draft_support import check_states
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
-from vllm_trie.hooks.ledger.record import PLUGGABLE, STATS, TREE_DRAFTS, Symbols
+from vllm_trie.hooks.ledger.record import PLUGGABLE, STATS, TOKEN_LISTS, TREE_DRAFTS, Symbols
 from vllm_trie.hooks.start.runner_choice import PATCHED_V2_METHOD
 
 if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, SpeculativeConfig, VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.outputs import DraftTokenIds, LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -44,6 +45,7 @@ logger = init_logger(__name__)
 
 _SPECULATION = "v1.worker.gpu.spec_decode."
 _runner = Symbols("v1.worker.gpu.model_runner:GPUModelRunner.", TREE_DRAFTS)
+_rejection_sampler = Symbols(f"{_SPECULATION}rejection_sampler:RejectionSampler.", TREE_DRAFTS)
 
 
 class HostSpeculator(BaseSpeculator):
@@ -116,9 +118,7 @@ class DraftedOnly(RejectionSampler):
         super().__init__(stock.sampler, spec_config, device, watermark_key=stock.watermark_key)
         self._adapter = adapter
 
-    @Symbols(
-        "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.", TREE_DRAFTS
-    ).overrides("verifies drafts and no fillers, or trees")
+    @_rejection_sampler.overrides("verifies drafts and no fillers, or trees")
     def __call__(
         self,
         logits: torch.Tensor,
@@ -126,6 +126,8 @@ class DraftedOnly(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
+        self._requests_of_rows = input_batch.expanded_idx_mapping
+        self._dimensions = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         if not self._adapter.is_drafting:
             return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         self._adapter.resume("logits", logits)
@@ -135,6 +137,40 @@ class DraftedOnly(RejectionSampler):
         if invalid_drafts is not None:
             fillers |= invalid_drafts
         return super().__call__(logits, input_batch, draft_logits, fillers)
+
+    @_rejection_sampler.overrides("returns the logprobs of lists of tokens, too", until=TOKEN_LISTS)
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> LogprobsTensors | None:
+        """Return the logprobs of the next requests of a step."""
+        num_rows = len(logits)
+        requests = self._requests_of_rows[:num_rows]
+        self._requests_of_rows = self._requests_of_rows[num_rows:]
+        num_logprobs, num_token_ids = self._dimensions or (0, 0)
+        if not num_token_ids:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        rows = torch.arange(num_rows, dtype=cu_num_logits.dtype, device=logits.device)
+        indices = torch.bucketize(rows, cu_num_logits[1:], right=True)
+        places = rows - cu_num_logits[indices]
+        token_ids = torch.where(places < num_sampled[indices], sampled[indices, places], 0)
+        return compute_topk_scores(
+            logits,
+            num_logprobs,
+            token_ids,
+            cu_num_logits_np.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=requests,
+            max_per_req_token_ids=num_token_ids,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
 
 
 def _make_adapter(
