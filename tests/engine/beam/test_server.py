@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import Case, constrained_search, search
@@ -208,6 +209,23 @@ def test_streaming_gets_400(client, call, extra):
             pass
     streamed = "".join(chunk.choices[0].text for chunk in completion(client, stream=True))
     assert streamed == completion(client).choices[0].text
+
+
+def test_a_batch_of_chats(client):
+    def ask(**extra: Any) -> Any:
+        messages = [[{"role": "user", "content": "def add(a, b):"}]] * 2
+        body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 12, "temperature": 0}
+        path = "/chat/completions/batch"
+        return client.post(path, cast_to=ChatCompletion, body={**body, **extra})
+
+    option = {"vllm_xargs": {"beam_width": 3}}
+    alone, together = chat(client, option, n=1), ask(**option)
+    texts = [choice.message.content for choice in together.choices]
+    assert texts == [alone.choices[0].message.content] * 2
+    assert together.beams == [pytest.approx(alone.beams[0], abs=1e-4)] * 2
+    for misplaced in ({"speculation": False}, {"beam_width": 4}):
+        with pytest.raises(openai.BadRequestError, match="put it into 'vllm_xargs'"):
+            ask(**misplaced)
 
 
 def test_responses_refuse_options_outside_of_vllm_xargs(client):

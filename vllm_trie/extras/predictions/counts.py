@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_trie.extras.predictions.request import take_prediction
 from vllm_trie.extras.predictions.source import PREDICTION, PredictionCounts
 from vllm_trie.hooks.frontend.answers import (
-    CHAT,
-    COMPLETION,
-    RESPONSES,
+    ALL,
     answered_within,
     is_stream,
     take_along,
@@ -136,7 +134,7 @@ async def _answer(
 ) -> Any:
     """Take a prediction from a server's request, and add its counts to the usage of the answer."""
     await take_prediction(self, request)
-    if PREDICTION not in (request.vllm_xargs or {}):
+    if PREDICTION not in (getattr(request, "vllm_xargs", None) or {}):
         return await original(self, request, *args, **kwargs)
     states: list[RequestState] = []
     answer = await answered_within(_states, states, original, self, request, *args, **kwargs)
@@ -165,7 +163,7 @@ async def _stream_with_counts(
         yield chunk
 
 
-for _name in (CHAT, COMPLETION, RESPONSES):
+for _name in ALL:
     _predicted.wraps(f"entrypoints.openai.{_name}", "takes predictions, counts them in the usage")(
         _answer
     )

@@ -121,14 +121,16 @@ def packed_for_engine(
 async def take_prediction(serving: Any, request: Any) -> None:
     """Check and tokenize the prediction of a server's request, where others do not wait for it."""
     fields = request.model_extra or {}
-    xargs = request.vllm_xargs or {}
+    xargs = getattr(request, "vllm_xargs", None) or {}
     if PREDICTION in xargs or (PREDICTION in fields and "messages" in type(request).model_fields):
         prediction = xargs.get(PREDICTION)
         if (field := fields.pop(PREDICTION, None)) is not None:
             prediction = text_of_field(field)
         others = {key: value for key, value in xargs.items() if key != PREDICTION}
         packed = None
-        if prediction is not None:
+        if "vllm_xargs" not in type(request).model_fields:  # vLLM makes a request of each chat
+            packed = prediction
+        elif prediction is not None:
             make_packed = make_async(pack, executor=serving.renderer._executor)
             vllm_config = serving.engine_client.vllm_config
             packed = await make_packed(vllm_config, prediction, serving.renderer.tokenizer)

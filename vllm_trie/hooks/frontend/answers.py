@@ -19,6 +19,8 @@ _Value = TypeVar("_Value")
 CHAT = "chat_completion.serving:OpenAIServingChat.create_chat_completion"
 COMPLETION = "completion.serving:OpenAIServingCompletion.create_completion"
 RESPONSES = "responses.serving:OpenAIServingResponses.create_responses"
+CHATS = "chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion"
+ALL = (CHAT, COMPLETION, RESPONSES, CHATS)
 """Methods of ``vllm.entrypoints.openai`` that take a request and return its answer, or a stream;
 those of other APIs and of files of requests call them."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 from transformers import AutoTokenizer
 
 from tests.engine.chats import CHATS, SOURCE, chat, complete, joined
@@ -48,6 +49,15 @@ class Client:
             body["vllm_xargs"] = {"speculation": False}
         return chat(self._client, CHATS[0], extra_body=body, **options)
 
+    def chats(self, content: str) -> ChatCompletion:
+        settings = {"max_tokens": 80, "temperature": 0.0}
+        body: dict[str, Any] = {"model": MODEL_NAME, "messages": [CHATS[0]] * 2, **settings}
+        if self._predicts:
+            body["prediction"] = {"type": "content", "content": content}
+        else:
+            body["vllm_xargs"] = {"speculation": False}
+        return self._client.post("/chat/completions/batch", cast_to=ChatCompletion, body=body)
+
     def complete(self, prompt: Any, predicted: str, **options: Any) -> Any:
         xargs = {"prediction": predicted} if self._predicts else {"speculation": False}
         return complete(self._client, prompt, extra_body={"vllm_xargs": xargs}, **options)
@@ -57,8 +67,9 @@ class Client:
         parts = [{"type": "text", "text": SOURCE[:80]}, {"type": "text", "text": SOURCE[80:]}]
         whole = [self.chat(content) for content in (SOURCE, parts, "no such code")]
         several = self.chat(SOURCE, n=2, temperature=0.7, seed=3)
-        usages = [answer.usage for answer in (*whole, several)]
-        choices = [choice for answer in (*whole, several) for choice in answer.choices]
+        answers = (*whole, several, self.chats(SOURCE))
+        usages = [answer.usage for answer in answers]
+        choices = [choice for answer in answers for choice in answer.choices]
         replies = [choice.message.content for choice in choices]
         chunks = list(self.chat(SOURCE, **WITH_USAGE))
         replies.append(joined(chunks, lambda c: c.delta.content)[0])
@@ -154,9 +165,9 @@ def test_predictions_are_counted(answers):
     details = [usage.completion_tokens_details for usage in answers.usages]
     accepted = [counts.accepted_prediction_tokens for counts in details]
     rejected = [counts.rejected_prediction_tokens for counts in details]
-    whole, parts, other, several, streamed, completion, *streamed_completions = accepted
+    whole, parts, other, several, chats, streamed, completion, *streamed_completions = accepted
     # The budget leaves some drafts out, by the time that they take.
-    assert min(whole, parts, streamed, several) > 20
+    assert min(whole, parts, streamed, several, chats) > 20
     assert other < 5
     assert min(completion, *streamed_completions) > 20
     assert max(rejected[-3:-1]) < 5

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_trie.hooks.frontend.answers import CHAT, COMPLETION, RESPONSES, answered_within
+from vllm_trie.hooks.frontend.answers import ALL, answered_within
 from vllm_trie.hooks.ledger.record import of_beams
 from vllm_trie.hooks.start.limits import switch_off
 from vllm_trie.hooks.wire import SEARCH_KEY, ReadyResponse, extra_args_of
@@ -90,7 +90,7 @@ def _is_json(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-for _name in (CHAT, COMPLETION, RESPONSES):
+for _name in ALL:
     of_beams("entrypoints.openai.").wraps(
         _name, "checks beam requests; answers with the scores of hypotheses"
     )(_answer)
