@@ -6,6 +6,7 @@ Each search is one request, searched by the scheduler. vLLM's own search serves 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,6 +89,9 @@ _FIELDS = (
 """Fields of an OpenAI request that vLLM's own beam search ignores; the native one honours them, or
 refuses the request."""
 
+
+_count = itertools.count()
+"""Numbers searches: vLLM passes one id for all prompts of a request, and may leave it as it is."""
 
 _route = of_beams("entrypoints.generate.beam_search.")
 
@@ -182,7 +186,7 @@ def search_online(
     outputs: AsyncGenerator[RequestOutput, None] = self.engine_client.generate(
         prompt,
         _server_params(params),
-        request_id,
+        f"{request_id}-{next(_count)}",
         lora_request=lora_request,
         trace_headers=trace_headers,
         session_id=session_id,
@@ -234,7 +238,8 @@ def _server_params(params: BeamSearchParams) -> SamplingParams:
     }
     if request is not None:
         values["structured_outputs"] = request.extract_structured_outputs()
-    logprobs = getattr(request, "logprobs", None)
+    # Those of speech set it on the parameters, whose request is not served.
+    logprobs = getattr(params if request is None else request, "logprobs", None)
     if isinstance(logprobs, bool):  # chat has two fields, completions have one number
         logprobs = (getattr(request, "top_logprobs", None) or 0) if logprobs else None
     if logprobs is not None:
