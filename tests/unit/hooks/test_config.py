@@ -23,7 +23,7 @@ from vllm_trie.drafts.engine.start.translate import (
     translate,
 )
 from vllm_trie.hooks.start.additional_config import CONFIG_KEY
-from vllm_trie.hooks.start.limits import problems
+from vllm_trie.hooks.start.limits import LIMITS, problems
 from vllm_trie.hooks.start.refusal import refusing_start
 from vllm_trie.searches.engine import beam_support
 
@@ -337,6 +337,28 @@ def test_the_checks_raise_what_is_shown_as_a_line():
     assert len(checks) > 20
     others = {path.name for path in checks if "raise ValueError" in path.read_text()}
     assert others <= {"verifier_setup.py"}  # of workers, which show no lines
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "quantization", "is_refused"),
+    [
+        ("auto", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
+        ("float32", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, False),
+        ("auto", {"kv_cache_scheme": None}, False),
+        ("auto", None, False),
+        ("fp8", None, True),
+    ],
+)
+def test_trees_on_cpus_need_a_cache_that_is_not_quantized(cache_dtype, quantization, is_refused):
+    """A checkpoint of llm-compressor's may quantize it, too: its drafts are chains."""
+    engine: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(quantization_config=quantization), architectures=()
+        ),
+    )
+    (limit,) = (limit for limit in LIMITS if limit.condition.startswith("a quantized KV cache"))
+    assert ("kv_cache_dtype='fp8'" in (limit.message(engine) or "")) == is_refused
 
 
 @pytest.mark.parametrize(("value", "is_off"), [("1", True), ("0", False), (None, False)])

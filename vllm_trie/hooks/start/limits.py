@@ -105,6 +105,9 @@ def _other_backend(config: VllmConfig) -> str | None:
 
 def _other_cache_dtype(config: VllmConfig) -> str | None:
     dtype = config.cache_config.cache_dtype
+    quantization = getattr(config.model_config.hf_config, "quantization_config", None)
+    if dtype == "auto" and isinstance(quantization, dict) and quantization.get("kv_cache_scheme"):
+        dtype = "fp8"  # of llm-compressor's checkpoints; vLLM sets it when it makes the layers
     allowed = ("auto", *_DTYPES, *(_FLOAT8_CACHES if is_cuda() else ()))
     return None if dtype in allowed else dtype
 
