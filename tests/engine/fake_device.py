@@ -37,8 +37,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from tests.extras.items.unit.catalogues import random_items, trie_of
 from tests.unit.drafters.support import VOCAB, make_context
 from tests.unit.hooks.beam_runner import NUM_BLOCKS, BeamRunner
-from tests.unit.hooks.test_v2_adapter import WIDTH, Pausing, Steps
+from tests.unit.hooks.v2_steps import WIDTH, Steps
 from vllm_trie.drafts import Drafter, DrafterOptions
+from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.drafts.engine.runners import v2_adapter, v2_delivery
 from vllm_trie.drafts.engine.runners.adapter import Part
 from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
@@ -187,6 +188,13 @@ class TextDrafts(Drafts):
     needs_hidden_states = needs_node_argmax = needs_rows = False
 
 
+class Pausing(NodeBudget):
+    """Pauses from its first step on."""
+
+    def should_draft(self, num_requests: int) -> bool:
+        return False
+
+
 class StepsOnDevice(Steps):
     """Steps of two requests whose last drafted node is accepted, and a pause of drafting.
 
@@ -217,11 +225,9 @@ class StepsOnDevice(Steps):
         accepted = [tree.token_list[-1], 9]
         for tokens in ([9], accepted, accepted):
             self.run_step(dict.fromkeys("ab", tokens), WIDTH)
-        budget = self.adapter.trees.budget = Pausing()
-        budget.pauses = True
+        self.adapter.trees.budget = Pausing()
         for tokens in (accepted, [9], [9]):  # the last drafts are verified yet
             self.run_step(dict.fromkeys("ab", tokens), WIDTH)
-        self.statistics()
         assert self.adapter.trees.totals.tokens > self.adapter.trees.totals.steps
 
     def on_device(self, values: Any, dtype: Any = np.int64) -> torch.Tensor:
@@ -230,12 +236,13 @@ class StepsOnDevice(Steps):
         _on_device[id(tensor)] = tensor, array
         return tensor
 
-    def verify(self, batch: Any) -> None:
+    def verify(self, batch: Any) -> Any:
         logits = torch.zeros(batch.cu_num_logits_np[-1], VOCAB, device=self.device)
         placed = self.adapter.resume("logits", logits)
         if placed is not None:
             walked = walk_trees(logits.argmax(dim=-1), *placed, batch.cu_num_logits, WIDTH + 1)
             self.adapter.resume("path", (batch.logits_indices, walked.rows))
+        return super().verify(batch)
 
 
 LAYERS = 28

@@ -10,10 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
-from vllm_trie.drafts.engine.draft_requests import _cache_salt, _sample_of
+from vllm_trie.drafts.engine.draft_requests import (
+    _cache_salt,
+    _sample_of,
+    constant_fields,
+    ended_request,
+)
 from vllm_trie.drafts.engine.guard import FIRST_PAUSE_S, LONGEST_PAUSE_S, GuardedDrafter
 from vllm_trie.hooks.wire import CACHE_SALT
 from vllm_trie.tree import TokenTree
@@ -121,15 +127,6 @@ def test_drafts_end_before_placeholders_outside_the_vocabulary():
     assert [tree.token_ids.tolist() for tree in trees] == [[5], []]
     assert guarded.failures["malformed"] == 1
     assert sizes(guarded.propose([with_image, without])) == [1, 0]
-
-
-def test_a_request_that_was_given_up_has_others_prepared_for():
-    drafter = ScriptedDrafter({"b": fail})
-    drafter.prepare = lambda requests, rows, num_new: [r.request_id for r in requests]
-    guarded = guard(drafter)
-    guarded.propose(requests("abc"))
-    assert guarded.prepare(requests("ac"), [0, 2], 1) == ["a", "c"]
-    assert guarded.prepare(requests("ab"), [0, 1], 1) is None
 
 
 def test_a_chain_where_a_chain_is_asked_for():
@@ -274,3 +271,17 @@ def test_adapters_and_salts_never_collide():
 def test_samples_are_known_by_their_ids():
     assert _sample_of("12_chat-1") == _sample_of("0_chat-1") == "chat-1"
     assert [_sample_of(name) for name in ("chat_1", "7", "_x", "7_")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "num_kept"),
+    [({}, 2), ({"ignore_eos": True}, 3), ({"ignore_eos": True, "stop_token_ids": [12]}, 1)],
+)
+def test_nothing_is_learned_from_tokens_behind_the_end(params, num_kept):
+    """Model Runner V1 keeps what the last step has computed there."""
+    sampling_params = SamplingParams(**params)
+    sampling_params.update_from_generation_config({}, 2)
+    data = SimpleNamespace(sampling_params=sampling_params, lora_request=None)
+    text = np.array([7, 2, 12, 2, 13], dtype=np.int32)
+    ended = ended_request(constant_fields("a", data, 2), sampling_params, text)
+    assert ended.token_ids.tolist() == [7, 2, *[12, 2, 13][:num_kept]]

@@ -21,38 +21,6 @@ def step(**num_tokens: int) -> SchedulerOutput:
     return output
 
 
-def test_a_request_without_a_draft_costs_one_token():
-    scheduled = step(a=5, b=5, prefill=20)
-    cut = v2_lengths.cut(scheduled, {"a": 3, "b": 0}, ()).output
-    assert cut.num_scheduled_tokens == {"a": 4, "b": 1, "prefill": 20}
-    assert cut.total_num_scheduled_tokens == 25
-    assert cut.scheduled_spec_decode_tokens == {"a": [-1, -1, -1]}
-    # The scheduler's own object counts from what it scheduled.
-    assert scheduled.num_scheduled_tokens == {"a": 5, "b": 5, "prefill": 20}
-    assert scheduled.scheduled_spec_decode_tokens.keys() == {"a", "b"}
-
-
-def test_a_draft_longer_than_its_places_is_cut():
-    assert v2_lengths.cut(step(a=5), {"a": 9}, ()).verified == {"a": 4}
-
-
-@pytest.mark.parametrize(
-    ("graphs", "drafted", "lengths"),
-    [
-        ({4}, {"a": 3, "b": 0}, {"a": 4, "b": 4}),
-        ({0, 2, 4}, {"a": 1, "b": 2}, {"a": 2, "b": 2}),
-        ({0, 2, 4}, {"a": 0, "b": 0}, {"a": 0, "b": 0}),
-        ({2}, {"a": 3, "b": 0}, {"a": 3, "b": 0}),  # no graph is long enough
-        ({8}, {"a": 3, "b": 0}, {"a": 3, "b": 0}),  # the scheduler left less room
-    ],
-)
-def test_decodes_are_filled_up_to_a_captured_length(graphs, drafted, lengths):
-    assert v2_lengths.cut(step(a=5, b=5), drafted, graphs).verified == lengths
-    # No graph of one length serves a step with a prefill, or with a request without places.
-    for other in (20, 1):
-        assert v2_lengths.cut(step(a=5, b=5, c=other), drafted, graphs).verified == drafted
-
-
 @pytest.mark.parametrize("length", range(2, 9))
 def test_decodes_are_sorted_before_prompts(length):
     """vLLM takes the recurrent states of requests behind a prompt for states of prompts."""

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.unit.hooks.test_v2_adapter import Steps
+from tests.unit.hooks.v2_steps import Steps
 from vllm_trie.drafts.engine.runners.v2 import RunnerV2Mixin
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.unit.hooks.test_v2_adapter import Steps
+from tests.unit.hooks.v2_steps import Steps
 from vllm_trie.drafts.engine.runners.v2_trees import TreeSampler, V2TreeAdapter
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.tree import TokenTree
