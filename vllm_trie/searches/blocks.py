@@ -18,7 +18,7 @@ from vllm_trie.attention.device_copy import to_device
 BLOCK = 128
 """Tokens of a block."""
 _CHUNK = 1 << 18
-"""Log-probabilities that are computed at a time: 1 MiB, about a core's second-level cache."""
+"""Log-probabilities that a core computes at a time: 1 MiB, about its second-level cache."""
 _DEVICE_CHUNK = 1 << 25
 """The same on a device, where each part costs launches."""
 
@@ -93,9 +93,10 @@ class Blocks(NamedTuple):
 def rows_at_once(logits: torch.Tensor) -> int:
     """Return how many rows to copy as float32 at a time, at least one.
 
-    On a CPU the copy stays in its cache, on a device it takes little memory.
+    On a CPU the copy stays in the cores' caches, on a device it takes little memory.
     """
-    return max(1, (_CHUNK if logits.is_cpu else _DEVICE_CHUNK) // logits.shape[-1])
+    size = _CHUNK * torch.get_num_threads() if logits.is_cpu else _DEVICE_CHUNK
+    return max(1, size // logits.shape[-1])
 
 
 def blocks_of(logits: torch.Tensor, rules: TokenRules | None) -> tuple[Blocks, torch.Tensor | None]:

@@ -15,11 +15,13 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import LoRAConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -312,7 +314,7 @@ class Simulation:
     """A scheduler, a worker and vLLM's engine loop, with or without asynchronous scheduling.
 
     With ``asynchronous="device"`` the worker chooses the children of plain searches, as on Model
-    Runner V2.
+    Runner V2. With `max_loras` each request has an adapter: there is one more than that.
     """
 
     def __init__(
@@ -327,6 +329,7 @@ class Simulation:
         asynchronous: bool | str = False,
         policy: str = "fcfs",
         overcommit: bool = False,
+        max_loras: int | None = None,
     ) -> None:
         config = copy.deepcopy(vllm_config)
         config.scheduler_config.max_num_seqs = max_num_seqs
@@ -334,6 +337,7 @@ class Simulation:
         config.scheduler_config.max_num_scheduled_tokens = max_num_batched_tokens
         config.scheduler_config.policy = policy
         config.scheduler_config.async_scheduling = bool(asynchronous)
+        config.lora_config = None if max_loras is None else LoRAConfig(max_loras=max_loras)
         config.cache_config.enable_prefix_caching = prefix_caching
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.block_size = block_size
@@ -363,6 +367,11 @@ class Simulation:
         self.open: set[str] = set()
         self.peak_blocks = 0
         self._clock = 0.0
+        self._adapters = cycle(
+            [None]
+            if max_loras is None
+            else [LoRARequest(f"adapter{i}", i, "nowhere") for i in range(1, max_loras + 2)]
+        )
         if overcommit:  # admit groups whatever runs: they will fight for blocks
             vars(groups.admission)["expected_blocks"] = lambda group: 0
 
@@ -408,6 +417,7 @@ class Simulation:
                 None,
                 arrival_time=self._clock,
                 priority=priority,
+                lora_request=next(self._adapters),
                 block_hasher=self._hasher,
             )
         )
@@ -528,6 +538,7 @@ def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
         max_num_batched_tokens=rng.choice([7, 16, 64]),
         prefix_caching=rng.random() < 0.6,
         asynchronous=asynchronous,
+        max_loras=rng.choice([None, None, 1, 2]),
         policy=rng.choice(["fcfs", "fcfs", "priority"]),
         overcommit=rng.random() < 0.5,
     )
@@ -560,7 +571,7 @@ def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
             victim = rng.choice(sorted(expected))
             simulation.abort(victim)
             del expected[victim]
-        if rng.random() < 0.02 and not asynchronous:
+        if rng.random() < 0.02:
             simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
     simulation.run(200_000)
     for name, result in expected.items():

@@ -51,6 +51,18 @@ def test_groups_share_batches_with_greedy_requests(vllm_config, asynchronous):
     simulation.check_clean()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True, "device"])
+def test_search_keeps_its_adapter_from_others(vllm_config, asynchronous):
+    """Also in steps in which it waits for its own tokens."""
+    simulation = Simulation(vllm_config, num_blocks=400, asynchronous=asynchronous, max_loras=1)
+    simulation.add_beam("b", [1, 2, 3], 4, 2)
+    simulation.add_greedy("g", [4, 5])
+    simulation.run()
+    check_beam(simulation, "b", expected_beam([1, 2, 3], 4))
+    assert simulation.finished["g"].token_ids == expected_greedy([4, 5])
+    simulation.check_clean()
+
+
 def blocks_of_trie(group, block_size):
     """Count the blocks of a trie of token sequences: one for each distinct prefix that fills a
     block, and one for each sequence that goes on behind its last full block."""

@@ -21,7 +21,7 @@ from vllm_trie.drafts.ngram_trie.store import RequestStore, prompt_print
 from vllm_trie.drafts.ngrams import Blend, Candidates, Job, NativeBackend, Recycled, Source
 from vllm_trie.drafts.ngrams.job import Draft
 from vllm_trie.drafts.ngrams.native import PackedJobs
-from vllm_trie.drafts.request_texts import STEP_TOKENS, IndexedText, RequestTexts
+from vllm_trie.drafts.request_texts import IndexedText, RequestTexts
 from vllm_trie.tree import TokenTree
 
 BLEND = Blend(
@@ -38,6 +38,9 @@ SAMPLED = BLEND._replace(
     recycled=Recycled(triple=0.7, pair=0.3, single=0.5, sibling=0.4, guess=0.4), path_trust=0.0
 )
 """For requests with a temperature, fitted on samples at 0.6 and 1.0: a text repeats itself less."""
+
+_STORE_STEP_TOKENS = 1_024
+"""Tokens of ended requests that a step indexes and removes: 3 to 6 ms."""
 
 
 class NgramTrieDrafter(Drafter):
@@ -128,8 +131,8 @@ class NgramTrieDrafter(Drafter):
         """Take in what others have written."""
         self._archive = self._newest_archive()
         if self.store is not None:
-            self.store.receive(STEP_TOKENS)
-            self.store.take_in(STEP_TOKENS)
+            self.store.receive(_STORE_STEP_TOKENS)
+            self.store.take_in(_STORE_STEP_TOKENS)
 
     def _trees(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[TokenTree]:
         """Return the trees of drafts, and let the store know which of its texts they used."""

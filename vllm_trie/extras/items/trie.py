@@ -110,10 +110,11 @@ class ItemTrie:
     def is_terminal(self, nodes: np.ndarray) -> np.ndarray:
         """Return bool[...], whether an item ends at int[...] nodes."""
         nodes = np.asarray(nodes)
-        # A leaf ends an item; only nodes with children need a look.
+        # A leaf ends an item; only nodes with children need a look, from the first that ends one.
         result = ~self.has_children(nodes)
-        inner = nodes[~result]
-        result[~result] = self.terminals[self._indices(inner)] == inner
+        is_inner = ~result & (nodes >= self.terminals[0])
+        inner = nodes[is_inner]
+        result[is_inner] = self.terminals[self._indices(inner)] == inner
         return result
 
     def item_ids(self, nodes: np.ndarray) -> list[ItemId]:

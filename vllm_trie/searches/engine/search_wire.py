@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -138,6 +139,11 @@ without those of selections that failed."""
 SELECTIONS = "vllm_trie_selections"
 """Attribute of a ``SchedulerOutput``: a list of :class:`~.constraint.Selection`. Missing if there
 are none."""
+
+
+def block_pairs(copies: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return int64 [n, 2], source and target of copies of blocks, which come as tuples."""
+    return np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies)).reshape(-1, 2)
 
 
 class TokenSelection(NamedTuple):

@@ -117,7 +117,7 @@ class Admission:
             slots = group.beam_width
             steps_left = self._steps_per_token * group.search.settings.max_new_tokens
             lets = self._lets_group(group, steps_left)
-        if lets:
+        if lets and self._has_adapter(request):
             self._let.append((request, steps_left, slots))
             return True
         self._passed.append(request)
@@ -136,6 +136,18 @@ class Admission:
         """Undo what holds during one step only."""
         self._scheduler.max_num_active_reqs = self.slots
         self._scheduler.deferred_waiting.difference_update(self._passed)
+
+    def _has_adapter(self, request: Request) -> bool:
+        """Return whether a request's LoRA adapter is in use or fits next to those that are.
+
+        vLLM 0.32 counts the adapters of requests that it schedules in the step, and a search waits
+        in some steps for its own tokens.
+        """
+        config = self._scheduler.lora_config
+        if config is None or request.lora_request is None:
+            return True
+        used = [other.lora_request for other in (request, *self._scheduler.running)]
+        return len({lora.lora_int_id for lora in used if lora}) <= config.max_loras
 
     def _lets_group(self, group: BeamGroup, steps_left: int) -> bool:
         rules, pool = group.rules, self._scheduler.kv_cache_manager.block_pool

@@ -24,7 +24,7 @@ from vllm_trie.hooks.ledger.record import TOKEN_LISTS, Result, of_beams
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.hooks.wire import internal_params
 from vllm_trie.searches.device_beams import move_rows
-from vllm_trie.searches.engine.search_wire import BEAM_STEPS, SELECTIONS, BeamStep
+from vllm_trie.searches.engine.search_wire import BEAM_STEPS, SELECTIONS, BeamStep, block_pairs
 from vllm_trie.searches.engine.worker.device_copies import BlockCopier, warm_up
 from vllm_trie.searches.engine.worker.selection import Selector, send
 
@@ -149,7 +149,7 @@ class BeamSlots:
         """Write the beams of the step into their slots, when the runner's requests are updated."""
         # All searches at once: whatever the device does, each call takes the host its time.
         if self._copies:
-            copies = np.ascontiguousarray(np.array(self._copies, dtype=np.int64).T)
+            copies = np.ascontiguousarray(block_pairs(self._copies).T)
             self._copier.copy(to_device(copies, self._runner.device))
         if sent := [step for step in self._steps if step.token_ids is not None]:
             self._write_sent(sent)
