@@ -57,7 +57,7 @@ def test_equals_reference(search_settings, seed, peaked, find_stop):
     assert tokens_of(hypotheses) == tokens_of(expected)
     scores = scores_of(expected)
     if search_settings.num_beam_groups > 1:  # penalties are added in another order
-        last_place = np.finfo(np.float32).eps * max(map(abs, scores), default=0.0)
+        last_place = float(np.finfo(np.float32).eps) * max(map(abs, scores), default=0.0)
         scores = pytest.approx(scores, rel=1e-5, abs=last_place)  # of sums that may cancel out
     assert scores_of(hypotheses) == scores
     for hypothesis in hypotheses:
