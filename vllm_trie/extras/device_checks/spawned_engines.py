@@ -37,7 +37,8 @@ def create_engine_config(
 ) -> VllmConfig:
     """Have a process load the plugins when it gets the configuration."""
     vllm_config = original(self, *args, **kwargs)
-    setattr(vllm_config, _ATTRIBUTE, _Plugins())
+    # vLLM makes copies of the configuration itself, for which it must have no fields but its own.
+    setattr(vllm_config.observability_config, _ATTRIBUTE, _Plugins())
     return vllm_config
 
 
