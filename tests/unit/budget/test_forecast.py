@@ -25,9 +25,8 @@ def test_a_forecast_follows_the_drafts_of_its_request():
     forecast = DraftForecast(4)
     assert forecast("new").tolist() == [1.0] * 4
     for _ in range(20):
-        forecast.observe("long", np.array([0.9, 0.8, 0.7, 0.6]))
-        forecast.observe("short", np.array([0.5]))
-        forecast.observe("none", np.array([]))
+        rates = {"long": [0.9, 0.8, 0.7, 0.6], "short": [0.5], "none": []}
+        forecast.observe({name: np.array(values) for name, values in rates.items()})
     assert forecast("long") == pytest.approx([0.9, 0.8, 0.7, 0.6], abs=1e-3)
     assert forecast("short") == pytest.approx([0.5, 0.0, 0.0, 0.0], abs=1e-3)
     assert forecast("none") == pytest.approx([0.0] * 4, abs=1e-3)

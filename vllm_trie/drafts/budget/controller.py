@@ -130,6 +130,16 @@ class NodeBudget:
             cut[i] = tree
         return cut
 
+    def expected_rates(self, trees: Sequence[TokenTree]) -> list[np.ndarray]:
+        """Return the expected acceptance rate of each node, float [nodes] for each tree; 1 where
+        the drafter gives no probabilities."""
+        predicted = [tree.probabilities for tree in trees if tree.probabilities is not None]
+        rates = self.acceptance(np.concatenate([[], *predicted]))
+        parts = iter(np.split(rates, np.cumsum([len(part) for part in predicted])))
+        return [
+            np.ones(tree.num_nodes) if tree.probabilities is None else next(parts) for tree in trees
+        ]
+
     def _table(self, num_requests: int, nodes: int) -> np.ndarray:
         """Return float64 [num_requests + nodes + 1], seconds by number of tokens, closer to those
         of `num_requests` tokens the larger the doubt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,13 +31,18 @@ class DraftForecast:
         """Return float64 [length], non-increasing."""
         return self._rates.get(request_id, self._common)
 
-    def observe(self, request_id: str, rates: np.ndarray) -> None:
-        """Take in the expected rates of a draft, float [its length], non-increasing."""
-        drafted = np.zeros_like(self._common)
-        drafted[: len(rates)] = rates
-        before = self(request_id)
-        self._rates[request_id] = before + _RATE * (drafted - before)
-        self._common = self._common + _COMMON_RATE * (drafted - self._common)
+    def observe(self, drafts: Mapping[str, np.ndarray]) -> None:
+        """Take in the expected rates of drafts, float [length of each], non-increasing, by request
+        id."""
+        if not drafts:
+            return
+        drafted = np.zeros((len(drafts), len(self._common)))
+        for row, rates in zip(drafted, drafts.values(), strict=True):
+            row[: len(rates)] = rates
+        before = np.array([self(request_id) for request_id in drafts])
+        self._rates.update(zip(drafts, before + _RATE * (drafted - before), strict=True))
+        weight = 1.0 - (1.0 - _COMMON_RATE) ** len(drafts)
+        self._common = self._common + weight * (drafted.mean(0) - self._common)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -393,13 +393,13 @@ class TreeVerifier:
             requests: Of the trees.
             num_decoding: Requests that get a token from the next step.
         """
+        if self.budget is None:
+            return trees
         if self.forecast is not None:
-            for request, tree in zip(requests, trees, strict=True):
-                rates = np.ones(tree.num_nodes)
-                if tree.probabilities is not None and self.budget is not None:
-                    rates = self.budget.acceptance(tree.probabilities)
-                self.forecast.observe(request.request_id, rates)
-        return trees if self.budget is None else self.budget.cut(trees, num_decoding)
+            rates = self.budget.expected_rates(trees)
+            request_ids = [request.request_id for request in requests]
+            self.forecast.observe(dict(zip(request_ids, rates, strict=True)))
+        return self.budget.cut(trees, num_decoding)
 
     def take_stats(self) -> TreeStats | None:
         """Return the statistics since the last call, if any request got tokens."""

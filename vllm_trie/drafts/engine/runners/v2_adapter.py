@@ -536,10 +536,12 @@ class V2Adapter(Adapter):
     ) -> None:
         """Let steps that are launched ahead have no places for requests without drafts."""
         if self.trees.forecast is not None:
-            for index, text in enumerate(texts):
-                request_id = text.request_id
-                if index not in requests and self._is_running(text):
-                    self.trees.forecast.observe(request_id, np.empty(0))
+            without = {
+                text.request_id: np.empty(0)
+                for index, text in enumerate(texts)
+                if index not in requests and self._is_running(text)
+            }
+            self.trees.forecast.observe(without)
 
     def _draft_request(self, request: RequestText, max_nodes: int) -> DraftRequest | None:
         max_model_len = self._req_states.max_model_len
