@@ -146,7 +146,9 @@ def test_waits_for_the_device(results) -> None:
         "trees": [0, 1],
         "ahead": [0, 1],
     }
-    assert all(waits["output"][:2] == [1, 1] for waits in waits_of.values())
+    assert {name: waits["output"][:2] for name, waits in waits_of.items()} == dict.fromkeys(
+        waits_of, [1, 1]
+    )
     assert all(waits["step"][2] > 10 for waits in waits_of.values())
     # Outputs with log-probabilities, which random requests ask for, wait for more.
     waits = results["trees"]["random_waits"]

@@ -260,12 +260,12 @@ def share(llm: LLM, plain: dict[str, Any], *more: Callable[..., dict[str, Any]])
         result |= run_adapters(llm, plain)
     put_in(llm, OracleDrafter if is_exact else ChainOracle)
     result |= thoughts(llm, plain)
-    result["labels"] = label_errors(plain["labels"], labels(llm))
     steps, tokens = totals.steps, totals.tokens
     aborts = {2: [0], 5: [3]} if is_exact else {3: [0], 7: [3]}
     check_outputs_beside_aborts(llm, plain["long"], greedy(), aborts)
     result["oracle_tokens_per_step"] = (totals.tokens - tokens) / (totals.steps - steps)
-    result["waits"] = waits.summary()
+    result["waits"] = waits.summary()  # without logprobs, which vLLM copies to no host on a CPU
+    result["labels"] = label_errors(plain["labels"], labels(llm))
     for run in more:
         result |= run(llm, plain)
     step_to_the_end(llm)

@@ -18,6 +18,7 @@ def test_long_requests_of_the_step_count_once() -> None:
         max_num_active_reqs=4,
         max_num_scheduled_tokens=64,
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        lora_config=None,
         running=[],
         num_waiting_for_streaming_input=0,
         current_step=0,
@@ -40,6 +41,7 @@ def test_a_group_is_expected_to_grow_as_long_again() -> None:
         max_num_active_reqs=4,
         max_num_scheduled_tokens=64,
         scheduler_config=SimpleNamespace(async_scheduling=False),
+        lora_config=None,
     )
     admission = Admission(scheduler, 99)
     settings = SimpleNamespace(max_new_tokens=1000)
