@@ -146,9 +146,8 @@ def test_waits_for_the_device(results) -> None:
         "trees": [0, 1],
         "ahead": [0, 1],
     }
-    assert {name: waits["output"][:2] for name, waits in waits_of.items()} == dict.fromkeys(
-        waits_of, [1, 1]
-    )
+    of_outputs = {name: waits["output"][:2] for name, waits in waits_of.items()}
+    assert of_outputs == {name: [1, 1] for name in waits_of}
     assert all(waits["step"][2] > 10 for waits in waits_of.values())
     # Outputs with log-probabilities, which random requests ask for, wait for more.
     waits = results["trees"]["random_waits"]
