@@ -108,7 +108,12 @@ class V2Adapter(Adapter):
 
     def step(self, scheduled: SchedulerOutput) -> Step:
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
-        here with what it has made: the overrides of :mod:`.v2` call :meth:`resume`."""
+        here with what it has made: the overrides of :mod:`.v2` call :meth:`resume`.
+
+        They are, in their order, ``prepare_inputs`` (`requests`, `inputs`), the metadata of trees
+        (`positions`), ``sample_tokens`` (`masks`), the rejection sampler (`logits`, of trees also
+        `path`), ``sample`` (`tokens`) and ``propose`` (`states`).
+        """
         trees = self.trees
         if not self.is_drafting:  # vLLM's warm-up, or an engine that is switched off
             cut = self._cut(scheduled)
@@ -118,22 +123,23 @@ class V2Adapter(Adapter):
             return
 
         # Draft for this step, unless it is launched ahead of its drafts.
-        lengths = self._plan(scheduled)
-        if lengths is None:
+        planned = self._plan(scheduled)
+        is_ahead = planned is not None
+        if not is_ahead:
             self.draft()
             self._in_flight.leave_last(scheduled)
         self._in_flight.take_in_arrived()  # before vLLM releases requests that ended in them
-        cut = self._cut(scheduled, lengths)
+        cut = self._cut(scheduled, planned)
         started = time.perf_counter()
         yield "requests", cut.output
         verified = {name: length for name, length in cut.verified.items() if length}
-        drafts = self._send(verified) if lengths is None else self._await(verified)
+        drafts = self._await(verified) if is_ahead else self._send(verified)
 
         # Receive the batch, with as many places for each draft as it verifies.
         batch: InputBatch = yield "inputs", None
         texts = [self._requests[request_id] for request_id in batch.req_ids]
         num_tokens = cut.output.total_num_scheduled_tokens
-        drafts_yet = drafts if lengths is None else None
+        drafts_yet = None if is_ahead else drafts
         num_fillers = sum(verified.values()) - sum(map(len, (drafts_yet or {}).values()))
         step = trees.begin_step(batch.req_ids, drafts_yet, num_tokens, started, num_fillers)
         # By what all ranks know: in pauses they take in tokens at different times.
@@ -159,7 +165,7 @@ class V2Adapter(Adapter):
         self._read_prompts(texts, max_nodes)
 
         # Draft for this step at last, while the step before has ended and this one waits.
-        if lengths is not None:
+        if is_ahead:
             if drafts is None:
                 drafts = self._deliver(verified)
             trees.take_drafts(step, drafts)
