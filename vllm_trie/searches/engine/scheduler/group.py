@@ -82,7 +82,6 @@ class BeamGroup:
         # Those of the present step of the search, by pass; None if the worker failed.
         self._candidates: list[StepCandidates | None] = []
         self._prefill_stats: PrefillStats | None = None
-        self._has_first_output = False
         self._history: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
@@ -172,12 +171,9 @@ class BeamGroup:
             selection = selection._replace(stop_token_ids=stop_token_ids, totals=totals)
         return selection
 
-    def first_output(self) -> EngineCoreOutput | None:
-        """Return an output without tokens, by which vLLM counts the prompt as computed; None after
-        the first call. Takes the request's events."""
-        if self._has_first_output:
-            return None
-        self._has_first_output = True
+    def first_output(self) -> EngineCoreOutput:
+        """Return an output without tokens, by which vLLM counts the prompt as computed. Takes the
+        request's events."""
         return EngineCoreOutput(
             request_id=self.request.request_id,
             new_token_ids=[],

@@ -282,8 +282,8 @@ class BeamGroups:
             return
         self.counters.beams_forked += len(children) - len(set(children.parents.tolist()))
         group.beams.take_children(children)
-        if (first := group.first_output()) is not None:
-            outputs.setdefault(group.request.client_index, []).append(first)
+        if group.search.steps == 1:
+            outputs.setdefault(group.request.client_index, []).append(group.first_output())
 
     def drop_finished(self, request_ids: Iterable[str]) -> None:
         """Forget those groups and refused requests that no client waits for any more."""
