@@ -4,7 +4,6 @@ step of the latter takes on the host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -32,23 +31,21 @@ def measure(settings: Settings, dtype: str) -> Outcome:
     """Time greedy decoding of the same prompts on all engines, in turns; medians of the ratios."""
     texts = prompts(settings)
     max_tokens, repeats = (16, 2) if settings.quick else (96, 3)
-    start = partial(
-        start_engine,
-        settings,
-        dtype,
-        max(map(len, texts)),
-        max_tokens,
-        max_num_seqs=max(BATCH_SIZES),
-    )
-    free = _free_bytes()
-    engines = {"plain": start(speculative_config=None)}
-    needed = len(METHODS) * (free - _free_bytes())
-    if needed > free:
-        text = f"{len(METHODS)} engines at once need {needed >> 30} GiB, {free >> 30} GiB are free"
-        return Outcome(status="not applicable", summary=text)
+    free, engines = _free_bytes(), {}
     for name, config in METHODS.items():
-        if name not in engines:
-            engines[name] = start(speculative_config=config)
+        engines[name] = start_engine(
+            settings,
+            dtype,
+            max(map(len, texts)),
+            max_tokens,
+            max_num_seqs=max(BATCH_SIZES),
+            speculative_config=config,
+        )
+        needed = len(METHODS) * (free - _free_bytes())
+        if name == "plain" and needed > free:  # the others take as much
+            sizes = f"need {needed >> 30} GiB, {free >> 30} GiB are free"
+            text = f"{len(METHODS)} engines at once {sizes}"
+            return Outcome(status="not applicable", summary=text)
     trees = trees_of(engines["ngram_trie"])
     assert trees is not None
     measured, steps = {}, {}
