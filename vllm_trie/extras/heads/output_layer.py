@@ -47,7 +47,8 @@ def target_output_layer(target_model: nn.Module, context: DrafterContext) -> Ten
 
 
 def _folder(model: str) -> Path | None:
-    """Return the folder of a model, if it is a name that of vLLM's download, None without one."""
+    """Return the folder that a model's path or name stands for: by name, what vLLM has downloaded.
+    None if there is no such folder."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
