@@ -34,7 +34,7 @@ def _taken(number: int, kernel: Any = None) -> list[Any]:
         if kernel is not None:
             patch.setattr(v2_delivery, "_take_drafts", kernel)
         draft_tokens = torch.zeros(NUM_SLOTS, WIDTH, dtype=torch.int64)
-        delivery = Delivery(draft_tokens, launches_ahead=True)
+        delivery = Delivery(draft_tokens, may_wait=True)
         rng, taken = np.random.default_rng(0), []
         for _ in range(number):
             slots = rng.permutation(NUM_SLOTS)[: rng.integers(1, NUM_SLOTS)].tolist()

@@ -256,6 +256,14 @@ def test_trees_without_probabilities_stay_whole():
     assert [tree.num_nodes for tree in kept] == [2, 0]
 
 
+def test_a_tree_that_stays_whole_has_paid_for_the_wait():
+    budget = node_budget(linear(0.02, 1, 2, 4), waits=True)
+    budget.expect_wait(0.5, 1.0)
+    plain, likely, unlikely = TokenTree.from_lists([1], [-1]), _chain([0.8]), _chain([0.001])
+    assert [tree.num_nodes for tree in budget.cut([likely], 1)] == [0]
+    assert [tree.num_nodes for tree in budget.cut([plain, likely, unlikely], 3)] == [1, 1, 0]
+
+
 def _costly_engine(drafting_seconds: float) -> NodeBudget:
     budget = node_budget(linear(1.0, 1, 2, 4, 8, start=0.0))
     for _ in range(100):

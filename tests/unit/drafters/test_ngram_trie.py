@@ -5,18 +5,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.unit.drafters.support import VOCAB, by_path, end, make_drafter, make_request
+from tests.unit.drafters.support import (
+    VOCAB,
+    by_path,
+    end,
+    make_context,
+    make_drafter,
+    make_request,
+)
 from vllm_trie.drafts import DraftRequest
+from vllm_trie.drafts.ngram_trie import NgramTrieDrafter
 from vllm_trie.drafts.ngrams import MAX_ORDER
-from vllm_trie.tree import depth_first_layout
+from vllm_trie.tree import TokenTree, depth_first_layout
 
 texts = st.lists(st.integers(0, 4), min_size=1, max_size=60)
+
+
+class NoDrafts(NgramTrieDrafter):
+    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
+        return [TokenTree.empty()] * len(requests)
+
+
+def test_what_a_subclass_proposes_is_not_prepared_without_it():
+    for drafter_class, prepares in ((NgramTrieDrafter, True), (NoDrafts, False)):
+        drafter = drafter_class(NgramTrieDrafter.Options(), make_context())
+        request = make_request([1, 2, 1])
+        drafter.propose([request])
+        assert (drafter.prepare([request], [0], 1) is not None) == prepares
 
 
 EVENTS = st.tuples(

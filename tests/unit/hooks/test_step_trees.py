@@ -58,18 +58,18 @@ def verifier(*options: Any) -> TreeVerifier:
 
 def test_trees_of_requests_outside_the_batch_stay():
     trees = verifier()
-    step = trees.begin_step(["a", "b"], {}, 9, 0.0)
+    step = trees.begin_step(["a", "b"], {}, 9, [0, 1], 0.0)
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
     draft = trees.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
-    trees.end_step(trees.begin_step(["b"], {}, 1, 0.0), [[3]])
-    step = trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, 0.0)
+    trees.end_step(trees.begin_step(["b"], {}, 1, [0], 0.0), [[3]])
+    step = trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, [0, 5], 0.0)
     assert [tree.is_chain for tree in step.trees] == [False, True]
 
 
 def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch):
     monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: False)
     for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
-        step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, 0.0)
+        step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, [0], 0.0)
         assert step.is_pausing == is_pausing
 
 
@@ -80,5 +80,5 @@ def test_rejected_nodes_are_forgotten_with_time(share_trees):
     budget.acceptance.observe(predicted, np.empty(0, dtype=np.int64))
     trees = verifier(budget, share_trees)
     for _ in range(4000):
-        trees.begin_step(["a"], {}, 1, 0.0)
+        trees.begin_step(["a"], {}, 1, [0], 0.0)
     assert budget.acceptance(predicted)[0] > 0.8

@@ -87,6 +87,16 @@ def test_nothing_is_launched_ahead_where_the_device_gives_up(monkeypatch):
         assert load.adapter.launches_ahead
 
 
+def test_the_check_at_start_up_launches_steps_as_the_engine_will():
+    """Whatever it drafts with in the meantime."""
+    for needs, launches_ahead in ((True, False), (False, True)):
+        drafter: Any = OneToken()
+        drafter.needs_hidden_states = needs
+        with Load(2, drafter) as load:
+            load.adapter.trees.guard.drafter = OneToken()
+            assert load.adapter.launches_ahead == launches_ahead
+
+
 # -- steps whose tokens are given ------------------------------------------------------------------
 
 

@@ -435,7 +435,7 @@ class Load(Steps, StepObserver):
         kept = self.adapter._requests, trees._stored_trees, guard._handed_out
         kept += guard._failed_requests, trees.forecast._rates if trees.forecast else {}
         assert not any(map(len, (self.live, self._in_flight, *kept)))
-        for stats in (self.adapter._stats, trees._stats):  # not sent
+        for stats in (self.adapter._stats, trees.stats):  # not sent
             self._stats.add(stats or TreeStats())
         assert (self._stats.tokens, self._stats.waits) == (self._num_tokens, self._waits)
         assert self._budget is None or self._budget.unwaited == self._unwaited
@@ -587,7 +587,7 @@ class Load(Steps, StepObserver):
         self.step = Launch(self._parts, self.max_nodes) if self._parts else None
         places = output.scheduled_spec_decode_tokens
         is_ahead = bool(
-            self.adapter._delivery.launches_ahead
+            self.adapter._delivery.can_wait
             and not self.drafter.needs_hidden_states
             and places
             and last

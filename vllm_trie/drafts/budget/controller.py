@@ -119,9 +119,10 @@ class NodeBudget:
         keep, tokens_per_second = choose_nodes(rates, num_requests, seconds)
         plain = self._unwaited_share * seconds[num_requests]
         tokens_in_plain = tokens_per_second * plain / (1.0 + self._drafting_seconds / plain)
-        is_worthwhile = tokens_in_plain > num_requests
+        # A tree that stays whole costs the drafting and the wait already.
+        is_worthwhile = whole > 0 or tokens_in_plain > num_requests
         keep &= is_worthwhile
-        self._set_pause(is_worthwhile or whole > 0, plain, num_requests)
+        self._set_pause(is_worthwhile, plain, num_requests)
         if keep.all():
             return list(trees)
         cut = list(trees)

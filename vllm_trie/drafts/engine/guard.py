@@ -96,7 +96,7 @@ class GuardedDrafter:
 
     def _drafted_in_form(
         self, prepared: PreparedDrafts, tokens: np.ndarray, counts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray] | None:
+    ) -> tuple[np.ndarray, np.ndarray]:
         lengths, chains = prepared.draft(tokens, counts)
         num_drafts, width = chains.shape
         is_valid = (
@@ -106,7 +106,9 @@ class GuardedDrafter:
         if is_valid:  # anything may be behind a chain
             drafted = chains[np.arange(width) < lengths[:, None]]
             is_valid = ((drafted >= 0) & (drafted < self._vocab_size)).all()
-        return (lengths, chains) if is_valid else None
+        if not is_valid:
+            raise MalformedTreeError(f"prepared drafts of {self.drafter.name!r}")
+        return lengths, chains
 
     def propose(
         self, requests: Sequence[DraftRequest], prepared: PreparedDrafts | None = None

@@ -9,35 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from vllm_trie.attention import choose_kernels
-from vllm_trie.attention.device_copy import to_device
 from vllm_trie.drafts import DraftRequest, PreparedDrafts
 from vllm_trie.drafts.budget import DraftForecast, NodeBudget, planned_lengths
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.observers import StepObserver
 from vllm_trie.drafts.engine.step_clock import StepClock
 from vllm_trie.drafts.engine.tree_step import TreeStep
-from vllm_trie.drafts.engine.verification import compaction
 from vllm_trie.drafts.engine.verification.placement import QueryTokens, place_trees, scheduled_tree
-from vllm_trie.drafts.engine.verification.sampling import (
-    is_plain_greedy,
-    sample_greedy,
-    sample_levels,
-)
-from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 from vllm_trie.hooks.wire import TreeStats, WaitCause
 from vllm_trie.tree import TokenTree
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import SamplerOutput
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler
 
 ShareTrees = Callable[[list[TokenTree]], list[TokenTree]]
 """Returns rank 0's trees on every tensor-parallel rank."""
@@ -72,7 +56,8 @@ class TreeVerifier:
         clock: Of the engine's steps.
         forecast: Of the next drafts, where steps are launched ahead of them.
         step: The step that began last.
-        totals: Statistics over the engine's lifetime.
+        stats: Statistics since they were last taken.
+        totals: Those over the engine's lifetime.
     """
 
     def __init__(
@@ -93,15 +78,17 @@ class TreeVerifier:
         # Drafts that a launched step has taken, and how many requests get a token from it.
         self._unjudged: tuple[Sequence[DraftRequest], list[TokenTree], int] | None = None
         self.clock = StepClock()
-        self._stats = TreeStats()
+        self.stats = TreeStats()
 
     def begin_step(
         self,
         request_ids: Sequence[str],
         drafts: Mapping[str, Sequence[int]] | None,
         num_tokens: int,
+        first_rows: Sequence[int],
         started: float,
         num_fillers: int = 0,
+        may_draft: bool = True,
     ) -> TreeStep:
         """Begin a step, with its drafts or ahead of them.
 
@@ -109,20 +96,23 @@ class TreeVerifier:
             request_ids: Of the batch, in its order.
             drafts: See :meth:`take_drafts`, which follows where they are not known yet: None.
             num_tokens: Scheduled tokens of all requests.
+            first_rows: Of the logits of each request.
             started: When the step began, by ``time.perf_counter``.
             num_fillers: Tokens that drafts are filled up with.
+            may_draft: Whether any request may have drafts after it, as all ranks say alike.
         """
         num_requests = len(request_ids)
         num_drafted = sum(map(len, (drafts or {}).values()))
         step = self.step = TreeStep(
             request_ids=request_ids,
             trees=[TokenTree.empty()] * num_requests,
-            first_rows=range(num_requests),
+            first_rows=first_rows,
             accepted=[()] * num_requests,
             num_decode_tokens=num_tokens
             if num_tokens == num_requests + num_drafted + num_fillers
             else 0,
             started=started,
+            is_pausing=not may_draft,
             has_drafts=True,
         )
         if drafts is not None:
@@ -142,7 +132,7 @@ class TreeVerifier:
             self._judge(*self._unjudged)
             self._unjudged = None
         step.has_drafts = bool(drafts)
-        step.is_pausing = self.guard.is_off or (
+        step.is_pausing |= self.guard.is_off or (
             self.budget is not None
             and not self.budget.should_draft(len(step.request_ids))  # counts steps, so first
             and (self.share_trees is None or self.budget.drafting_waits)
@@ -154,9 +144,7 @@ class TreeVerifier:
                 scheduled_tree(self._stored_trees.get(request_id), drafts.get(request_id, ()))
                 for request_id in step.request_ids
             ]
-            num_rows = (len(tree.token_list) + 1 for tree in step.trees[:-1])
-            step.first_rows = [0, *accumulate(num_rows)]
-            self._stats.preparation_seconds += time.perf_counter() - start
+            self.stats.preparation_seconds += time.perf_counter() - start
 
     def place(
         self,
@@ -175,63 +163,7 @@ class TreeVerifier:
         start = time.perf_counter()
         placed = place_trees(trees or step.trees, tokens, takes_chains)
         step.tree_batch, step.places = placed
-        self._stats.preparation_seconds += time.perf_counter() - start
-
-    def verify(
-        self,
-        step: TreeStep,
-        logits: torch.Tensor,
-        sampler: Sampler,
-        metadata: SamplingMetadata,
-        outputs: Sequence[list[int]],
-    ) -> SamplerOutput:
-        """Sample the step's tokens: the accepted nodes' and one more for each request.
-
-        Args:
-            step: Changed.
-            logits: [logits rows, vocab_size], ``N + 1`` rows for a request with N nodes.
-            sampler: vLLM's.
-            metadata: Of the batch.
-            outputs: See :func:`sample_levels`.
-        """
-        start = time.perf_counter()
-        is_greedy = step.has_drafts and is_plain_greedy(metadata)
-        argmax = self.read_logits(step, logits, is_greedy)
-        if not step.has_drafts:
-            self.accept(step, step.accepted)
-            output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
-            return output
-        if is_greedy:
-            assert argmax is not None
-            sample = sample_greedy(argmax, step.trees)
-        else:
-            sample = sample_levels(sampler, logits, step.first_rows, step.trees, metadata, outputs)
-        self.accept(step, sample.accepted)
-        output = sample.padded(logits.device)
-        self._stats.verification_seconds += time.perf_counter() - start
-        return output
-
-    def read_logits(
-        self, step: TreeStep, logits: torch.Tensor | None, needs_argmax: bool = False
-    ) -> np.ndarray | None:
-        """Read what the drafter wants of a step's logits, before anything changes them.
-
-        Returns:
-            The argmax of each row; None if nobody needs it.
-        """
-        if logits is None:
-            return None
-        reads_rows = self.reads_rows(step, len(logits))
-        needs_node_argmax = self.guard.drafter.needs_node_argmax
-        if not (reads_rows or needs_argmax or needs_node_argmax):
-            return None
-        read = choose_kernels().likeliest(logits, ROW_TOKENS if reads_rows else 1)
-        argmax: np.ndarray = read[0][:, 0]
-        if reads_rows:
-            step.likeliest = read
-        if needs_node_argmax:
-            step.argmax = argmax
-        return argmax
+        self.stats.preparation_seconds += time.perf_counter() - start
 
     def reads_rows(self, step: TreeStep, num_rows: int) -> bool:
         """Return whether to read the step's rows of logits for the drafter."""
@@ -243,22 +175,6 @@ class TreeVerifier:
         step.accepted = accepted
         if self.budget is not None and step.has_drafts:
             self.budget.observe_verified(step.trees, accepted)
-
-    def compact(
-        self,
-        step: TreeStep,
-        groups: Sequence[compaction.CacheGroup],
-        slot_mappings: Sequence[torch.Tensor],
-    ) -> None:
-        """Move the accepted nodes' KV into place, see :func:`compaction.compact`."""
-        if step.tree_batch is None:
-            return
-        start = time.perf_counter()
-        moves = compaction.moved_tokens(step.tree_batch.rows, step.accepted)
-        if moves.size:
-            device = slot_mappings[0].device
-            compaction.compact(groups, slot_mappings, *to_device(moves, device))
-        self._stats.verification_seconds += time.perf_counter() - start
 
     def end_step(self, step: TreeStep, new_tokens: Sequence[Sequence[int]]) -> None:
         """Take in the step's time and tokens, and drop its trees.
@@ -275,17 +191,17 @@ class TreeVerifier:
             self.budget.observe_step(step.num_decode_tokens, seconds)
         step.num_decoding = sum(map(bool, new_tokens))
         step.tree_batch = None  # a warm-up or an idle rank's run may come before the next step
-        self._stats.steps += step.num_decoding
-        self._stats.tokens += sum(map(len, new_tokens))
+        self.stats.steps += step.num_decoding
+        self.stats.tokens += sum(map(len, new_tokens))
         for observer in self.observers:
-            observer.ended(step, new_tokens, self._stats)
+            observer.ended(step, new_tokens, self.stats)
         for request_id in step.request_ids:
             self._stored_trees.pop(request_id, None)
-        self._stats.bookkeeping_seconds += time.perf_counter() - start
+        self.stats.bookkeeping_seconds += time.perf_counter() - start
 
     def count_wait(self, cause: WaitCause) -> None:
         """Count a wait for the device."""
-        self._stats.waits[cause] = self._stats.waits.get(cause, 0) + 1
+        self.stats.waits[cause] = self.stats.waits.get(cause, 0) + 1
 
     def planned_lengths(self, places: Mapping[str, int]) -> dict[str, int]:
         """Return how many of its places each draft takes in a step that is launched ahead of them,
@@ -349,8 +265,8 @@ class TreeVerifier:
                 drafts[index] = tree.token_list.copy()  # vLLM may change its list
         drafting = self.guard.seconds - spent
         elapsed = time.perf_counter() - since
-        self._stats.drafting_seconds += drafting + (early.seconds if early else 0.0)
-        self._stats.bookkeeping_seconds += elapsed - drafting
+        self.stats.drafting_seconds += drafting + (early.seconds if early else 0.0)
+        self.stats.bookkeeping_seconds += elapsed - drafting
         self.clock.leave_out(elapsed)
         if self.budget is not None and drafting:
             self.budget.observe_drafting(elapsed if early is None else early.seconds)
@@ -403,9 +319,9 @@ class TreeVerifier:
 
     def take_stats(self) -> TreeStats | None:
         """Return the statistics since the last call, if any request got tokens."""
-        if not self._stats.steps:
+        if not self.stats.steps:
             return None
-        stats, self._stats = self._stats, TreeStats()
+        stats, self.stats = self.stats, TreeStats()
         stats.draft_failures = self.guard.take_new_failures()
         self.totals.add(stats)
         self.totals.of_requests.clear()

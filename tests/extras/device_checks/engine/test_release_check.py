@@ -23,8 +23,8 @@ from tests.extras.device_checks.engine.test_searches_check import without_tails
 from tests.newer_vllm import newer_vllm
 from tests.processes import run_python
 from tests.unit.lab.test_other_vllm import assert_the_same
+from vllm_trie.drafts.engine.runners.v1 import V1Speculation
 from vllm_trie.drafts.engine.verification import compaction
-from vllm_trie.drafts.engine.verifier import TreeVerifier
 from vllm_trie.extras.device_checks import engine_steps, release_check, search_check
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger import table
@@ -74,12 +74,12 @@ def kv_that_stays(patch: Patch) -> None:
 
 
 def rows_of_others(patch: Patch) -> None:
-    stock = TreeVerifier.verify
+    stock = V1Speculation._verify
 
-    def verify(self: Any, step: Any, logits: torch.Tensor, *rest: Any) -> Any:
-        return stock(self, step, logits.roll(1, 0) if step.has_drafts else logits, *rest)
+    def verify(self: Any, step: Any, logits: torch.Tensor) -> Any:
+        return stock(self, step, logits.roll(1, 0) if step.has_drafts else logits)
 
-    patch.setattr(TreeVerifier, "verify", verify)
+    patch.setattr(V1Speculation, "_verify", verify)
 
 
 def shifted_masks(patch: Patch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from vllm_trie.attention import choose_kernels
+from vllm_trie.attention.device_copy import to_device
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.attention.tree_attention import hand_on
 from vllm_trie.drafts.engine.draft_requests import (
@@ -27,11 +30,15 @@ from vllm_trie.drafts.engine.draft_requests import (
 )
 from vllm_trie.drafts.engine.runners.adapter import Adapter, Step
 from vllm_trie.drafts.engine.start.verifier_setup import make_verifier
-from vllm_trie.drafts.engine.verification.placement import (
-    QueryTokens,
-    follow_depths,
+from vllm_trie.drafts.engine.tree_step import TreeStep
+from vllm_trie.drafts.engine.verification import compaction
+from vllm_trie.drafts.engine.verification.placement import QueryTokens, follow_depths
+from vllm_trie.drafts.engine.verification.sampling import (
+    is_plain_greedy,
+    sample_greedy,
+    sample_levels,
 )
-from vllm_trie.drafts.engine.verification.sampling import sample_levels
+from vllm_trie.drafts.ngrams.native import ROW_TOKENS
 from vllm_trie.hooks.ledger.record import STATS, TREE_DRAFTS, TREE_MASKS, Symbols
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE, may_draft_on_v1
 
@@ -70,7 +77,9 @@ class V1Speculation(Adapter):
         new, running = scheduled.scheduled_new_reqs, scheduled.scheduled_cached_reqs
         request_ids = runner.input_batch.req_ids[: len(new) + running.num_reqs]
         num_tokens = scheduled.total_num_scheduled_tokens
-        step = trees.begin_step(request_ids, drafts, num_tokens, started)
+        num_rows = (1 + len(drafts.get(request_id, ())) for request_id in request_ids)
+        first_rows = [*accumulate(num_rows, initial=0)][:-1]
+        step = trees.begin_step(request_ids, drafts, num_tokens, first_rows, started)
         for observer in trees.observers:
             observer.begun(new)
 
@@ -84,12 +93,10 @@ class V1Speculation(Adapter):
         sampled = None
         logits: torch.Tensor | None = yield "logits", None
         if self.chain_only:
-            trees.read_logits(step, logits)
+            self._read_logits(step, logits)
         elif logits is not None:
-            batch = runner.input_batch
-            outputs = cast(list[list[int]], batch.req_output_token_ids)
-            sampled = trees.verify(step, logits, runner.sampler, batch.sampling_metadata, outputs)
-            trees.compact(step, self.cache_groups, self._slot_mappings())
+            sampled = self._verify(step, logits)
+            self._compact(step)
         new_tokens, hidden_states = yield "tokens", sampled
         if self.chain_only:
             trees.accept(step, step.paths_of(new_tokens))
@@ -111,9 +118,66 @@ class V1Speculation(Adapter):
             runner.positions,
         )
 
-    def _slot_mappings(self) -> list[torch.Tensor]:
-        tables = self.runner.input_batch.block_table.block_tables
-        return [table.slot_mapping.gpu for table in tables]
+    def _verify(self, step: TreeStep, logits: torch.Tensor) -> SamplerOutput:
+        """Sample the step's tokens: the accepted nodes' and one more for each request.
+
+        Args:
+            step: Changed.
+            logits: [logits rows, vocab_size], ``N + 1`` rows for a request with N nodes.
+        """
+        start = time.perf_counter()
+        sampler, metadata = self.runner.sampler, self.runner.input_batch.sampling_metadata
+        is_greedy = step.has_drafts and is_plain_greedy(metadata)
+        argmax = self._read_logits(step, logits, is_greedy)
+        if not step.has_drafts:
+            self.trees.accept(step, step.accepted)
+            output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
+            return output
+        if is_greedy:
+            assert argmax is not None
+            sample = sample_greedy(argmax, step.trees)
+        else:
+            outputs = cast(list[list[int]], self.runner.input_batch.req_output_token_ids)
+            sample = sample_levels(sampler, logits, step.first_rows, step.trees, metadata, outputs)
+        self.trees.accept(step, sample.accepted)
+        output = sample.padded(logits.device)
+        self.trees.stats.verification_seconds += time.perf_counter() - start
+        return output
+
+    def _read_logits(
+        self, step: TreeStep, logits: torch.Tensor | None, needs_argmax: bool = False
+    ) -> np.ndarray | None:
+        """Read what the drafter wants of a step's logits, before anything changes them.
+
+        Returns:
+            The argmax of each row; None if nobody needs it.
+        """
+        if logits is None:
+            return None
+        reads_rows = self.trees.reads_rows(step, len(logits))
+        needs_node_argmax = self.trees.guard.drafter.needs_node_argmax
+        if not (reads_rows or needs_argmax or needs_node_argmax):
+            return None
+        read = choose_kernels().likeliest(logits, ROW_TOKENS if reads_rows else 1)
+        argmax: np.ndarray = read[0][:, 0]
+        if reads_rows:
+            step.likeliest = read
+        if needs_node_argmax:
+            step.argmax = argmax
+        return argmax
+
+    def _compact(self, step: TreeStep) -> None:
+        """Move the accepted nodes' KV into place, see :func:`compaction.compact`."""
+        if step.tree_batch is None:
+            return
+        start = time.perf_counter()
+        moves = compaction.moved_tokens(step.tree_batch.rows, step.accepted)
+        if moves.size:
+            tables = self.runner.input_batch.block_table.block_tables
+            slot_mappings = [table.slot_mapping.gpu for table in tables]
+            on_device = to_device(moves, slot_mappings[0].device)
+            compaction.compact(self.cache_groups, slot_mappings, *on_device)
+        self.trees.stats.verification_seconds += time.perf_counter() - start
 
     def _draft_requests(
         self, scheduled: SchedulerOutput, new_tokens: list[list[int]]

@@ -93,8 +93,10 @@ class V2Adapter(Adapter):
         launches_ahead: bool = False,
     ) -> None:
         super().__init__(trees)
+        # Heads read hidden states of the step before.
+        launches_ahead = launches_ahead and not trees.guard.drafter.needs_hidden_states
         self._delivery = Delivery(req_states.draft_tokens, launches_ahead)
-        if self._delivery.launches_ahead:
+        if self._delivery.can_wait:
             trees.forecast = DraftForecast(req_states.num_speculative_steps)
         self._req_states = req_states
         self._device = device
@@ -141,10 +143,11 @@ class V2Adapter(Adapter):
         num_tokens = cut.output.total_num_scheduled_tokens
         drafts_yet = None if is_ahead else drafts
         num_fillers = sum(verified.values()) - sum(map(len, (drafts_yet or {}).values()))
-        step = trees.begin_step(batch.req_ids, drafts_yet, num_tokens, started, num_fillers)
-        # By what all ranks know: in pauses they take in tokens at different times.
-        never_drafts = not any(text.may_draft for text in texts)
-        step.is_pausing |= never_drafts
+        first_rows = batch.cu_num_logits_np.tolist()
+        may_draft = any(text.may_draft for text in texts)
+        step = trees.begin_step(
+            *(batch.req_ids, drafts_yet, num_tokens, first_rows, started, num_fillers, may_draft)
+        )
 
         # Place: positions of nodes follow their depth, once the KV slots follow from flat ones.
         slot_mappings = yield "positions", None
@@ -169,13 +172,11 @@ class V2Adapter(Adapter):
             if drafts is None:
                 drafts = self._deliver(verified)
             trees.take_drafts(step, drafts)
-            step.is_pausing |= never_drafts
             step.started = self._delivered_at
         assert drafts is not None
         self._fillers = {
             name: places - len(drafts.get(name, ())) for name, places in cut.scheduled.items()
         }
-        step.first_rows = batch.cu_num_logits_np.tolist()
         states = None
         if trees.guard.drafter.needs_hidden_states:
             states = hidden_states[batch.logits_indices]
@@ -277,11 +278,7 @@ class V2Adapter(Adapter):
     @property
     def launches_ahead(self) -> bool:
         """Whether steps are launched ahead of their drafts, which need nothing of the device."""
-        return (
-            self._delivery.launches_ahead
-            and not self.trees.guard.drafter.needs_hidden_states
-            and self.is_drafting
-        )
+        return self._delivery.can_wait and self.is_drafting
 
     def draft(self) -> bool:
         """Wait for the step that was launched last and draft after it, unless nobody waits for it;

@@ -86,23 +86,23 @@ class Delivery:
 
     Args:
         draft_tokens: int64 [max_num_seqs, N] on the device, where vLLM reads them.
-        launches_ahead: Whether the device is to wait.
+        may_wait: Whether the device is to wait.
 
     Attributes:
         num_drafted: int64 [max_num_seqs] on the device, drafted tokens of the requests whose drafts
             the step verifies, by the runner's request index.
     """
 
-    def __init__(self, draft_tokens: torch.Tensor, launches_ahead: bool) -> None:
+    def __init__(self, draft_tokens: torch.Tensor, may_wait: bool) -> None:
         max_num_reqs, self._width = draft_tokens.shape
         self._draft_tokens = draft_tokens
         self.num_drafted = draft_tokens.new_zeros(max_num_reqs)
-        is_shared = is_uva_available() or draft_tokens.device.type == "cpu"
-        self._can_wait = launches_ahead and is_shared
+        reads_host = is_uva_available() or draft_tokens.device.type == "cpu"
+        self._is_shared = may_wait and reads_host
         self._resumes_at, self._pause_s = 0.0, _FIRST_PAUSE_S  # by time.monotonic; the next one
         self._number = self._num_late = 0  # of the last delivery; of those given up in a row
         self._delivered = -1  # number of the last complete one
-        if self._can_wait:
+        if self._is_shared:
             # Two, as the device may still read the last one where the next is reserved; both at
             # addresses that Triton compiles one kernel for.
             shape = 2, max_num_reqs + max_num_reqs % 2, 2 + self._width
@@ -111,10 +111,10 @@ class Delivery:
             self._rows = self._shared.np[0, :0]
 
     @property
-    def launches_ahead(self) -> bool:
+    def can_wait(self) -> bool:
         """Whether the device can wait: where it reads the host's memory, and has not given up too
         often of late."""
-        return self._can_wait and time.monotonic() >= self._resumes_at
+        return self._is_shared and time.monotonic() >= self._resumes_at
 
     def send(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         """Write drafts that are known; `slots` are the runner's indices of the requests."""
