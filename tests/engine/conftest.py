@@ -38,8 +38,8 @@ def trees_of(llm: Any) -> Any:
     """The `TreeVerifier` of an engine that runs in this process."""
     runner = runner_of(llm)
     for owner in (runner, getattr(runner, "drafter", None), getattr(runner, "adapter", None)):
-        if hasattr(owner, "trees"):
-            return owner.trees
+        if hasattr(owner, "verifier"):
+            return owner.verifier
     raise AttributeError("the engine has no trees")
 
 

@@ -225,10 +225,10 @@ class StepsOnDevice(Steps):
         accepted = [tree.token_list[-1], 9]
         for tokens in ([9], accepted, accepted):
             self.run_step(dict.fromkeys("ab", tokens), WIDTH)
-        self.adapter.trees.budget = Pausing()
+        self.adapter.verifier.budget = Pausing()
         for tokens in (accepted, [9], [9]):  # the last drafts are verified yet
             self.run_step(dict.fromkeys("ab", tokens), WIDTH)
-        assert self.adapter.trees.totals.tokens > self.adapter.trees.totals.steps
+        assert self.adapter.verifier.totals.tokens > self.adapter.verifier.totals.steps
 
     def on_device(self, values: Any, dtype: Any = np.int64) -> torch.Tensor:
         array = np.asarray(values, dtype=dtype)

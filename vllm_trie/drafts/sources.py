@@ -12,7 +12,8 @@ class DraftSource:
     """Adds drafts to those of an engine's drafter, whichever that is."""
 
     def may_extend(self, request: DraftRequest) -> bool:
-        """Return whether it ever has drafts for a request, which are then not prepared."""
+        """Return whether it may change a request's tree. Drafts that are prepared reach the device
+        before :meth:`extend`, so such a request has none prepared."""
         return True
 
     def extend(self, requests: Sequence[DraftRequest], trees: list[TokenTree]) -> list[TokenTree]:

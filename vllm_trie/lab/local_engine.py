@@ -273,7 +273,7 @@ def runner_of(llm: LLM) -> Any:
 def trees_of(llm: LLM) -> Any | None:
     """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
     runner = runner_of(llm)
-    return getattr(getattr(runner, "adapter", None), "trees", None)
+    return getattr(getattr(runner, "adapter", None), "verifier", None)
 
 
 def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:

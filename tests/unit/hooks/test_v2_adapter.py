@@ -93,7 +93,7 @@ def test_the_check_at_start_up_launches_steps_as_the_engine_will():
         drafter: Any = OneToken()
         drafter.needs_hidden_states = needs
         with Load(2, drafter) as load:
-            load.adapter.trees.guard.drafter = OneToken()
+            load.adapter.verifier.guard.drafter = OneToken()
             assert load.adapter.launches_ahead == launches_ahead
 
 
@@ -149,7 +149,7 @@ def test_ranks_with_budgets_of_their_own_wait_after_the_same_steps(stand_ins):
     ranks = [Steps(Likely()), Steps(Likely())]
     for number, (rank, seconds_of_node) in enumerate(zip(ranks, (1.0, 1e-6), strict=True)):
         group: Any = Rank(number)
-        trees = rank.adapter.trees
+        trees = rank.adapter.verifier
         trees.budget = Timed(seconds_of_node)
         trees.share_trees = partial(same_on_all_ranks, group=group, budget=trees.budget)
     rng = random.Random(0)

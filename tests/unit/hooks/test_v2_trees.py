@@ -44,7 +44,7 @@ def test_rows_of_any_number_are_aligned(adapter):
 
 def test_positions_in_several_dimensions_follow_depths_and_are_taken_back(adapter):
     """M-RoPE has its own. A trained drafter reads accepted nodes in a row, the others anywhere."""
-    step = adapter.trees.step = TreeStep(["a"], [TokenTree.from_lists([11, 12], [-1, -1])])
+    step = adapter.verifier.step = TreeStep(["a"], [TokenTree.from_lists([11, 12], [-1, -1])])
     step.places = torch.tensor([[2], [-1]])  # the second node is a sibling
     step.path = torch.arange(3), torch.tensor([0, 2, 1])
     positions = torch.tensor([30, 31, 31])

@@ -383,7 +383,7 @@ class Load(Steps, StepObserver):
         if not self.is_cpu:
             self.adapter._device = SimpleNamespace(type="device")  # type: ignore[assignment]
         self._graphs = self.adapter._graph_lengths = rng.choice([(), (), (1, 3)])
-        self._trees = trees = self.adapter.trees
+        self._trees = trees = self.adapter.verifier
         self._budget = trees.budget = ToldBudget(self) if rng.random() < 0.6 else None
         trees.observers = [self]
         if isinstance(self.drafter, Guesses):

@@ -27,7 +27,7 @@ _FEW_NODES = 32  # a step
 _DOUBT = 1 / 64
 _MOST_DOUBT = 3 / 4
 _RELIEF = 1 / 8
-_MOST_DRAFTS = 512  # until a pause measures steps that nobody waits for
+_MEASURING_INTERVAL = 512  # worthwhile drafts until a pause measures steps without the wait
 _MEASURING_PAUSE = 6  # steps
 
 
@@ -54,8 +54,8 @@ class NodeBudget:
         self._pause = 0
         self._requests_at_pause = 0
         self._next_pause = 1
-        self._drafts = _MOST_DRAFTS - 16  # worth their time, since unwaited steps were measured
-        self._is_timed = True  # a step since the last pause began
+        self._drafts_since_measured = _MEASURING_INTERVAL - 16
+        self._is_timed = True  # whether a step with drafts was timed since the last pause began
         self._doubt = 0.0
 
     def should_draft(self, num_requests: int) -> bool:
@@ -153,14 +153,15 @@ class NodeBudget:
             # One lucky draft does not end the caution, a few in a row do.
             self._next_pause = max(self._next_pause // _PAUSE_DIVISOR, 1)
             self._doubt = max(self._doubt - _RELIEF, 0.0)
-            self._drafts += 1
-            if self.drafting_waits and self._drafts >= _MOST_DRAFTS:
+            self._drafts_since_measured += 1
+            if self.drafting_waits and self._drafts_since_measured >= _MEASURING_INTERVAL:
                 self._pause, self._requests_at_pause = _MEASURING_PAUSE, num_requests
-                self._drafts = 0
+                self._drafts_since_measured = 0
             return
         self._doubt = min(self._doubt + _DOUBT, _MOST_DOUBT)
         if self.drafting_waits and not self._is_timed:
-            self._is_timed = True  # the next step will be, unless it has prefills
+            # Costs may have changed in the pause. The next step is timed, unless it has prefills.
+            self._is_timed = True
             return
         self._is_timed = False
         longest = _MAX_PAUSE
@@ -198,7 +199,7 @@ class NodeBudget:
         if self.cost.known and num_tokens:
             ratio = seconds / self.cost(num_tokens)
             self._unwaited_share = min(moved(self._unwaited_share, ratio), 1.0)
-            self._drafts = 0
+            self._drafts_since_measured = 0
 
     def observe_drafting(self, seconds: float) -> None:
         """Take in the duration of drafting for one step, including all overhead."""

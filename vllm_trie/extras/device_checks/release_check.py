@@ -268,9 +268,9 @@ class _Answers(KnownAnswers):
     """Drafts known answers in place of a rank's drafter, with a wrong sibling before each node
     where the drafts are trees."""
 
-    def __init__(self, trees: TreeVerifier, answers: dict[tuple[int, ...], list[int]]) -> None:
-        super().__init__(trees.guard.drafter.context, answers)
-        self.stands_for = trees.guard.drafter, trees.budget, trees.observers
+    def __init__(self, verifier: TreeVerifier, answers: dict[tuple[int, ...], list[int]]) -> None:
+        super().__init__(verifier.guard.drafter.context, answers)
+        self.stands_for = verifier.guard.drafter, verifier.budget, verifier.observers
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
         chains = super().propose(requests)
@@ -291,16 +291,18 @@ class _Answers(KnownAnswers):
 def _begin_answers(worker: Any, answers: Mapping[tuple[int, ...], list[int]]) -> None:
     """Draft known answers."""
     if (adapter := worker.adapter) is not None:
-        trees = adapter.trees
-        trees.guard.drafter = _Answers(trees, dict(answers))
-        trees.budget, trees.observers = None, ()
+        verifier = adapter.verifier
+        verifier.guard.drafter = _Answers(verifier, dict(answers))
+        verifier.budget, verifier.observers = None, ()
 
 
 def _end_answers(worker: Any) -> None:
     """Draft as before."""
     if (adapter := worker.adapter) is not None:
-        trees = adapter.trees
-        trees.guard.drafter, trees.budget, trees.observers = trees.guard.drafter.stands_for
+        verifier = adapter.verifier
+        verifier.guard.drafter, verifier.budget, verifier.observers = (
+            verifier.guard.drafter.stands_for
+        )
 
 
 def _forget(worker: Any, why: str | None) -> None:

@@ -182,14 +182,14 @@ def reason_against_drafts(
         agree: See :class:`_Agreement`.
     """
     start = time.perf_counter()
-    trees, agreement, why, passed = adapter.trees, _Agreement(agree), None, False
-    drafter, budget, share_trees = trees.guard.drafter, trees.budget, trees.share_trees
+    verifier, agreement, why, passed = adapter.verifier, _Agreement(agree), None, False
+    drafter, budget, share_trees = verifier.guard.drafter, verifier.budget, verifier.share_trees
 
     def share_together(drafts: list[TokenTree]) -> list[TokenTree]:
         agreement.raise_reason()
         return drafts if share_trees is None else share_trees(drafts)
 
-    trees.budget, trees.share_trees = None, share_together
+    verifier.budget, verifier.share_trees = None, share_together
     runner: Any = worker.model_runner
     try:
         with runner.maybe_setup_dummy_loras(runner.lora_config):
@@ -200,7 +200,7 @@ def reason_against_drafts(
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     finally:
-        trees.guard.drafter, trees.budget, trees.share_trees = drafter, budget, share_trees
+        verifier.guard.drafter, verifier.budget, verifier.share_trees = drafter, budget, share_trees
         adapter.forget_stats()
         runner.maybe_remove_all_loras(runner.lora_config)  # vLLM leaves them after an exception
     why = agreement.reason(why)
@@ -214,7 +214,7 @@ def _compare(decoder: _Decoder, adapter: V2Adapter, budget: NodeBudget | None) -
 
     Let the budget expect the wait of steps that draft, which vLLM's profile of steps leaves out.
     """
-    guard = adapter.trees.guard
+    guard = adapter.verifier.guard
     decoder.run("compiling_plain", num_drafts=0)
     plain = decoder.run("plain", num_drafts=0)
     answers = answers_by_prompt(decoder.prompts, plain)

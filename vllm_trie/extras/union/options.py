@@ -71,7 +71,7 @@ class NeuralOptions(DrafterOptions):
         """Hand vLLM's speculator to the union, whose heads it becomes."""
         from vllm_trie.extras.union.speculator_heads import SpeculatorHeads
 
-        adapter.trees.guard.drafter.heads = SpeculatorHeads(speculator, adapter)
+        adapter.verifier.guard.drafter.heads = SpeculatorHeads(speculator, adapter)
 
 
 class TrieUnionOptions(DrafterOptions):

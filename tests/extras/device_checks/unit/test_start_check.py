@@ -111,7 +111,7 @@ def test_the_wait_is_measured_by_steps_without_drafts() -> None:
         prompts=[GREEDY], dtype=torch.float32, run=run, compile=lambda num_drafts: None
     )
     adapter: Any = SimpleNamespace(
-        trees=SimpleNamespace(guard=guard),
+        verifier=SimpleNamespace(guard=guard),
         start_drafting=lambda: None,
         num_draft_tokens=4,
         launches_ahead=True,
@@ -166,7 +166,7 @@ class _Rank:
         self._is_drafting = self._has_sampled = False
         share = partial(same_on_all_ranks, group=self._group)
         guard = SimpleNamespace(drafter=SimpleNamespace(context=None))
-        self.trees = SimpleNamespace(guard=guard, budget=None, share_trees=share)
+        self.verifier = SimpleNamespace(guard=guard, budget=None, share_trees=share)
         self.model_runner = MagicMock()
 
     def fail_in(self, name: str) -> None:
@@ -205,7 +205,7 @@ class _Rank:
         has_sampled, self._has_sampled = self._has_sampled, False
         if self._is_drafting and has_sampled:
             self.fail_in("draft")
-            self.trees.share_trees([TokenTree.empty()])
+            self.verifier.share_trees([TokenTree.empty()])
             self.fail_in("share")
 
     def forget_stats(self) -> None:

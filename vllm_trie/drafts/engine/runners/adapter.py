@@ -32,15 +32,15 @@ Part = Literal[
 _ORDER = {part: index for index, part in enumerate(get_args(Part))}
 
 Step = Generator[tuple[Part, Any], Any, None]
-"""A step: yields the part that it waits for, with what vLLM needs before it, and receives what the
-part has made."""
+"""A step. ``made = yield part, result`` gives `result` to the override that has resumed it, and
+waits until a later `part` of vLLM's is done and has made something."""
 
 
 class Adapter(ABC):
     """The plugin's part in the steps of a model runner, whose overrides resume it.
 
     Args:
-        trees: The verifier of this rank.
+        verifier: Of this rank.
 
     Attributes:
         chain_only: Whether vLLM verifies the drafts, as chains.
@@ -51,8 +51,8 @@ class Adapter(ABC):
     chain_only: bool
     runner: Any
 
-    def __init__(self, trees: TreeVerifier) -> None:
-        self.trees = trees
+    def __init__(self, verifier: TreeVerifier) -> None:
+        self.verifier = verifier
         self.waits_for: Part = "end"
         self._step: Step
 
@@ -97,22 +97,22 @@ class Adapter(ABC):
 
     def forget_stats(self) -> None:
         """Forget the statistics of requests that no user sent."""
-        self.trees.forget_stats()
+        self.verifier.forget_stats()
 
     def switch_off(self, why: str) -> None:
         """Serve without drafts, and with a count."""
         self.waits_for = "end"
-        self.trees.guard.switch_off(why)
+        self.verifier.guard.switch_off(why)
 
     def close(self) -> None:
         """Save what was learned; the engine ends."""
         # The scheduler tells of ended requests with the next step, and there is none.
         self.release(list(self.running))
-        self.trees.close()
+        self.verifier.close()
 
     def load_model(self, target_model: torch.nn.Module, *unused: Any, **unused_too: Any) -> None:
         """Load the drafter's own weights, if it has any; refuse a model that verifies no trees."""
-        self.trees.guard.drafter.load_model(target_model)
+        self.verifier.guard.drafter.load_model(target_model)
         if not self.chain_only:
             layers = self.runner.compilation_config.static_forward_context
             check_layers(self.runner.vllm_config, layers)
@@ -124,7 +124,7 @@ class Adapter(ABC):
         computes = runner.device.type == "cpu" and num_ranks == 1
         clock = time.thread_time if computes else time.perf_counter
         calibrate_step_cost(
-            self.trees.budget, self.run_forward, runner.max_num_tokens, num_ranks, clock=clock
+            self.verifier.budget, self.run_forward, runner.max_num_tokens, num_ranks, clock=clock
         )
 
     @cached_property

@@ -67,7 +67,7 @@ class V1Speculation(Adapter):
     def step(self) -> Step:
         """Run one step. Each ``yield`` returns to vLLM, whose runner does its own part and goes on
         here with what it has made: the overrides below call :meth:`resume`."""
-        trees, runner = self.trees, self.runner
+        verifier, runner = self.verifier, self.runner
         started = time.perf_counter()
 
         # Receive the batch, whose inputs are laid out as if all drafts were chains.
@@ -79,15 +79,15 @@ class V1Speculation(Adapter):
         num_tokens = scheduled.total_num_scheduled_tokens
         num_rows = (1 + len(drafts.get(request_id, ())) for request_id in request_ids)
         first_rows = [*accumulate(num_rows, initial=0)][:-1]
-        step = trees.begin_step(request_ids, drafts, num_tokens, first_rows, started)
-        for observer in trees.observers:
+        step = verifier.begin_step(request_ids, drafts, num_tokens, first_rows, started)
+        for observer in verifier.observers:
             observer.begun(new)
 
         # Place: positions of nodes follow their depth. In the forward pass, attention reads
         # `step.tree_batch`.
         if drafts and not self.chain_only:
             # Tree attention is faster for chains, too, than vLLM's kernel for CPUs.
-            trees.place(step, self._query_tokens(), takes_chains=True)
+            verifier.place(step, self._query_tokens(), takes_chains=True)
 
         # Verify: walk down the trees, and move the accepted nodes' KV.
         sampled = None
@@ -99,16 +99,16 @@ class V1Speculation(Adapter):
             self._compact(step)
         new_tokens, hidden_states = yield "tokens", sampled
         if self.chain_only:
-            trees.accept(step, step.paths_of(new_tokens))
+            verifier.accept(step, step.paths_of(new_tokens))
         step.ended = time.perf_counter()
-        trees.end_step(step, new_tokens)
+        verifier.end_step(step, new_tokens)
 
         # Draft, after vLLM has sent the tokens off, so that no answer waits for it.
         if not step.is_pausing:
             yield "drafts", None
             start = time.perf_counter()
             requests = self._draft_requests(scheduled, new_tokens)
-            yield "end", trees.draft(step, requests, hidden_states, start)
+            yield "end", verifier.draft(step, requests, hidden_states, start)
 
     def _query_tokens(self) -> QueryTokens:
         runner, batch = self.runner, self.runner.input_batch
@@ -130,7 +130,7 @@ class V1Speculation(Adapter):
         is_greedy = step.has_drafts and is_plain_greedy(metadata)
         argmax = self._read_logits(step, logits, is_greedy)
         if not step.has_drafts:
-            self.trees.accept(step, step.accepted)
+            self.verifier.accept(step, step.accepted)
             output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
             return output
         if is_greedy:
@@ -139,9 +139,9 @@ class V1Speculation(Adapter):
         else:
             outputs = cast(list[list[int]], self.runner.input_batch.req_output_token_ids)
             sample = sample_levels(sampler, logits, step.first_rows, step.trees, metadata, outputs)
-        self.trees.accept(step, sample.accepted)
+        self.verifier.accept(step, sample.accepted)
         output = sample.padded(logits.device)
-        self.trees.stats.verification_seconds += time.perf_counter() - start
+        self.verifier.stats.verification_seconds += time.perf_counter() - start
         return output
 
     def _read_logits(
@@ -154,8 +154,8 @@ class V1Speculation(Adapter):
         """
         if logits is None:
             return None
-        reads_rows = self.trees.reads_rows(step, len(logits))
-        needs_node_argmax = self.trees.guard.drafter.needs_node_argmax
+        reads_rows = self.verifier.reads_rows(step, len(logits))
+        needs_node_argmax = self.verifier.guard.drafter.needs_node_argmax
         if not (reads_rows or needs_argmax or needs_node_argmax):
             return None
         read = choose_kernels().likeliest(logits, ROW_TOKENS if reads_rows else 1)
@@ -177,7 +177,7 @@ class V1Speculation(Adapter):
             slot_mappings = [table.slot_mapping.gpu for table in tables]
             on_device = to_device(moves, slot_mappings[0].device)
             compaction.compact(self.cache_groups, slot_mappings, *on_device)
-        self.trees.stats.verification_seconds += time.perf_counter() - start
+        self.verifier.stats.verification_seconds += time.perf_counter() - start
 
     def _draft_requests(
         self, scheduled: SchedulerOutput, new_tokens: list[list[int]]
@@ -230,7 +230,7 @@ class V1Speculation(Adapter):
                     state.sampling_params,
                     np.array(text, dtype=np.int32),
                 )
-            self.trees.release(request_id, ended)
+            self.verifier.release(request_id, ended)
 
     # -- what vLLM asks of a proposer --------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class ChainRunnerMixin(_Runner):
             return RejectionSampler.forward(
                 self.rejection_sampler, metadata, draft_probs, logits, sampling_metadata
             )
-        step = self.adapter.trees.step
+        step = self.adapter.verifier.step
         outputs = cast(list[list[int]], self.input_batch.req_output_token_ids)
         return sample_levels(
             self.sampler, logits, step.first_rows, step.trees, sampling_metadata, outputs
@@ -348,7 +348,7 @@ class ChainRunnerMixin(_Runner):
         until=STATS,
     )
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        is_hidden = self.adapter.trees.step.is_pausing and self.execute_model_state is not None
+        is_hidden = self.adapter.verifier.step.is_pausing and self.execute_model_state is not None
         with self.without_speculation(is_hidden), self._without_discarded_generators():
             output: Any = super().sample_tokens(grammar_output)
         if is_hidden:
@@ -356,9 +356,9 @@ class ChainRunnerMixin(_Runner):
             self.finalize_kv_connector()
             if new_tokens := getattr(output, "sampled_token_ids", None):
                 self.adapter.resume("tokens", (new_tokens, None))
-        if (stats := self.adapter.trees.take_stats()) is not None:
+        if (stats := self.adapter.verifier.take_stats()) is not None:
             setattr(output, STATS_ATTRIBUTE, stats)
-        self.adapter.trees.clock.leave(time.perf_counter())
+        self.adapter.verifier.clock.leave(time.perf_counter())
         return output
 
     @_runner.overrides(
@@ -397,13 +397,13 @@ class TreeRunnerMixin(ChainRunnerMixin):
     @_runner.overrides("hands the trees to the attention backend", until=TREE_MASKS)
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         built: Any = super()._build_attention_metadata(*args, **kwargs)
-        hand_on(self.adapter.trees.step.tree_batch, built[0])
+        hand_on(self.adapter.verifier.step.tree_batch, built[0])
         return built
 
     @_runner.overrides("positions of tree nodes follow their depth in all dimensions (M-RoPE)")
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         preprocessed: Any = super()._preprocess(*args, **kwargs)
-        if self.uses_mrope and (places := self.adapter.trees.step.places) is not None:
+        if self.uses_mrope and (places := self.adapter.verifier.step.places) is not None:
             follow_depths(self.mrope_positions.gpu, places)
         return preprocessed
 

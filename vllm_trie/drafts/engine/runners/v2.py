@@ -92,7 +92,7 @@ class HostSpeculator(BaseSpeculator):
         num_speculative_tokens: int | None = None,
         **unused_too: object,
     ) -> torch.Tensor:
-        """Return the draft tokens of each request, int64 [requests, N]."""
+        """Return what the runner keeps as draft tokens, see :meth:`V2Adapter.propose`."""
         if dummy_run:
             return input_batch.idx_mapping.new_zeros((input_batch.num_reqs, self._num_tokens))
         max_nodes = self._num_tokens if num_speculative_tokens is None else num_speculative_tokens

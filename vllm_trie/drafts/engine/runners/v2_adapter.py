@@ -74,7 +74,7 @@ class V2Adapter(Adapter):
     """The step of a worker, whose drafts are rows of draft tokens.
 
     Args:
-        trees: See :class:`Adapter`.
+        verifier: See :class:`Adapter`.
         req_states: The runner's.
         device: Of the model.
         launches_ahead: Whether to launch steps ahead of their drafts, where that is possible.
@@ -87,23 +87,23 @@ class V2Adapter(Adapter):
 
     def __init__(
         self,
-        trees: TreeVerifier,
+        verifier: TreeVerifier,
         req_states: RequestState,
         device: torch.device,
         launches_ahead: bool = False,
     ) -> None:
-        super().__init__(trees)
+        super().__init__(verifier)
         # Heads read hidden states of the step before.
-        launches_ahead = launches_ahead and not trees.guard.drafter.needs_hidden_states
+        launches_ahead = launches_ahead and not verifier.guard.drafter.needs_hidden_states
         self._delivery = Delivery(req_states.draft_tokens, launches_ahead)
         if self._delivery.can_wait:
-            trees.forecast = DraftForecast(req_states.num_speculative_steps)
+            verifier.forecast = DraftForecast(req_states.num_speculative_steps)
         self._req_states = req_states
         self._device = device
         self._requests: dict[str, RequestText] = {}
         self._graph_lengths: Collection[int] = ()
         self._state: Literal["warm-up", "drafting", "off"] = "warm-up"
-        self._in_flight = StepsInFlight(trees, self._take_in)
+        self._in_flight = StepsInFlight(verifier, self._take_in)
         self._fillers: Mapping[str, int] = {}  # places of the step without a drafted token
         self._delivered_at = 0.0  # the last drafts
         self._stats: TreeStats | None = None  # not sent yet
@@ -116,7 +116,7 @@ class V2Adapter(Adapter):
         (`positions`), ``sample_tokens`` (`masks`), the rejection sampler (`logits`, of trees also
         `path`), ``sample`` (`tokens`) and ``propose`` (`states`).
         """
-        trees = self.trees
+        verifier = self.verifier
         if not self.is_drafting:  # vLLM's warm-up, or an engine that is switched off
             cut = self._cut(scheduled)
             self._fillers = cut.scheduled
@@ -134,18 +134,18 @@ class V2Adapter(Adapter):
         cut = self._cut(scheduled, planned)
         started = time.perf_counter()
         yield "requests", cut.output
-        verified = {name: length for name, length in cut.verified.items() if length}
-        drafts = self._await(verified) if is_ahead else self._send(verified)
+        places = {name: length for name, length in cut.places.items() if length}
+        drafts = self._let_device_wait(places) if is_ahead else self._write_drafts(places)
 
         # Receive the batch, with as many places for each draft as it verifies.
         batch: InputBatch = yield "inputs", None
         texts = [self._requests[request_id] for request_id in batch.req_ids]
         num_tokens = cut.output.total_num_scheduled_tokens
         drafts_yet = None if is_ahead else drafts
-        num_fillers = sum(verified.values()) - sum(map(len, (drafts_yet or {}).values()))
+        num_fillers = sum(places.values()) - sum(map(len, (drafts_yet or {}).values()))
         first_rows = batch.cu_num_logits_np.tolist()
         may_draft = any(text.may_draft for text in texts)
-        step = trees.begin_step(
+        step = verifier.begin_step(
             *(batch.req_ids, drafts_yet, num_tokens, first_rows, started, num_fillers, may_draft)
         )
 
@@ -170,15 +170,15 @@ class V2Adapter(Adapter):
         # Draft for this step at last, while the step before has ended and this one waits.
         if is_ahead:
             if drafts is None:
-                drafts = self._deliver(verified)
-            trees.take_drafts(step, drafts)
+                drafts = self._draft_for_waiting_step(places)
+            verifier.take_drafts(step, drafts)
             step.started = self._delivered_at
         assert drafts is not None
         self._fillers = {
             name: places - len(drafts.get(name, ())) for name, places in cut.scheduled.items()
         }
         states = None
-        if trees.guard.drafter.needs_hidden_states:
+        if verifier.guard.drafter.needs_hidden_states:
             states = hidden_states[batch.logits_indices]
         results = tokens, counts, arrived, states
         self._in_flight.last = LaunchedStep(step, texts, *results, max_nodes)
@@ -220,10 +220,10 @@ class V2Adapter(Adapter):
         if manager is None:
             self._graph_lengths = v2_lengths.captured_lengths(runner.cudagraph_manager)
         if tables is not None:
-            expect_measured(self.trees.budget, tables[1] / 1000)
+            expect_measured(self.verifier.budget, tables[1] / 1000)
         else:
             super().warm_up()
-        if self.trees.guard.drafter.needs_rows:  # compile what reads them; vLLM pads to 64
+        if self.verifier.guard.drafter.needs_rows:  # compile what reads them; vLLM pads to 64
             size, dtype = runner.vocab_size, cast("torch.dtype", runner.dtype)
             logits = torch.zeros(2, -(-size // 64) * 64, dtype=dtype, device=self._device)
             likeliest_on_device(logits[:, :size])
@@ -243,7 +243,7 @@ class V2Adapter(Adapter):
         self._graph_lengths = ()
         self._in_flight.clear()
         self._requests.clear()
-        self._stats = TreeStats(draft_failures=self.trees.guard.take_new_failures())
+        self._stats = TreeStats(draft_failures=self.verifier.guard.take_new_failures())
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class V2Adapter(Adapter):
             return
         for data in new_requests:
             self._requests[data.req_id] = RequestText.of(data, self._req_states.max_model_len)
-        for observer in self.trees.observers:
+        for observer in self.verifier.observers:
             observer.begun(new_requests)
 
     @property
@@ -265,7 +265,7 @@ class V2Adapter(Adapter):
             return
         for request_id in request_ids:
             text = self._requests.pop(request_id, None)
-            self.trees.release(request_id, None if text is None else text.ended_request())
+            self.verifier.release(request_id, None if text is None else text.ended_request())
 
     # -- what the runner asks for ------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class V2Adapter(Adapter):
                 text.drafted = []
             return False
         self._draft_after(self._in_flight.wait())
-        self.trees.clock.leave(time.perf_counter())
+        self.verifier.clock.leave(time.perf_counter())
         self._keep_stats()
         return True
 
@@ -355,7 +355,7 @@ class V2Adapter(Adapter):
             or output.total_num_scheduled_tokens != sum(1 + len(some) for some in places.values())
         ):
             return None
-        lengths = self.trees.planned_lengths({name: len(some) for name, some in places.items()})
+        lengths = self.verifier.planned_lengths({name: len(some) for name, some in places.items()})
         return lengths if any(lengths.values()) else None
 
     def _cut(
@@ -375,25 +375,25 @@ class V2Adapter(Adapter):
         )
         return v2_lengths.cut(output, lengths, None if is_full else self._graph_lengths)
 
-    def _send(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
+    def _write_drafts(self, places: Mapping[str, int]) -> dict[str, list[int]]:
         """Write a step's drafts to the device, where it has places for any; return them."""
-        drafts = self._drafts_of(verified)
-        if verified:
-            self._delivery.send(self._slots_of(verified), list(drafts.values()))
+        drafts = self._drafts_of(places)
+        if places:
+            self._delivery.send(self._slots_of(places), list(drafts.values()))
         return {name: draft for name, draft in drafts.items() if draft}
 
-    def _await(self, verified: Mapping[str, int]) -> dict[str, list[int]] | None:
+    def _let_device_wait(self, places: Mapping[str, int]) -> dict[str, list[int]] | None:
         """Let the device wait for a step's drafts; return them where there is no device, but a CPU,
         which computes what is launched at once."""
-        self._delivery.reserve(self._slots_of(verified))
-        drafts = self._deliver(verified) if self._device.type == "cpu" else None
+        self._delivery.reserve(self._slots_of(places))
+        drafts = self._draft_for_waiting_step(places) if self._device.type == "cpu" else None
         self._delivery.launch()
         return drafts
 
-    def _deliver(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
+    def _draft_for_waiting_step(self, places: Mapping[str, int]) -> dict[str, list[int]]:
         """Draft for a step that the device waits with, and let it go on; return the drafts.
 
-        Everything that can be is done before the tokens are there, or behind the drafts.
+        The device is idle from the tokens to the drafts: what can be done earlier or later, is.
         """
         last = self._in_flight.last
         assert last is not None, "a step is launched ahead behind another"
@@ -402,25 +402,25 @@ class V2Adapter(Adapter):
             before = self._draft_requests(last, [*map(self._is_running, last.texts)])
             for index, request in before.items():
                 last.step.show_rows(request, index)
-            prepared = self.trees.prepare(last.step, before, last.tokens.shape[1])
+            prepared = self.verifier.prepare(last.step, before, last.tokens.shape[1])
         if prepared is not None:
-            places = DraftPlaces(prepared.request_ids, verified, self.num_draft_tokens)
+            rows = DraftPlaces(prepared.request_ids, places, self.num_draft_tokens)
         self._in_flight.wait()
         if prepared is not None:
             start = time.perf_counter()
             arrived = (np.ascontiguousarray(a, dtype=np.int64) for a in (last.tokens, last.counts))
-            chains = self.trees.guard.draft_prepared(prepared, *arrived)
+            chains = self.verifier.guard.draft_prepared(prepared, *arrived)
             if chains is not None:
-                self._hand_over(places.packed(*chains))
+                self._hand_over(rows.packed(*chains))
                 early = EarlyDrafts(prepared, before, self._delivered_at - start)
-        self._draft_after(last, verified, early)
+        self._draft_after(last, places, early)
         if early is not None:  # which has none for a request that was not in the last step
-            for name in verified.keys() - set(early.prepared.request_ids):
+            for name in places.keys() - set(early.prepared.request_ids):
                 self._requests[name].drafted = []
-        drafts = self._drafts_of(verified)
+        drafts = self._drafts_of(places)
         if early is None:
             self._hand_over(packed(list(drafts.values()), self.num_draft_tokens))
-        self.trees.clock.leave(self._delivered_at)
+        self.verifier.clock.leave(self._delivered_at)
         return {name: draft for name, draft in drafts.items() if draft}
 
     def _hand_over(self, rows: np.ndarray) -> None:
@@ -447,15 +447,15 @@ class V2Adapter(Adapter):
                 if last.texts[index].goes_on(request, new_tokens[index])
             }
         self._expect_no_drafts(last.texts, requests)
-        paths = self.trees.draft(last.step, requests, last.hidden_states, start, lengths, early)
+        paths = self.verifier.draft(last.step, requests, last.hidden_states, start, lengths, early)
         for text, drafted in zip(last.texts, paths, strict=True):
             text.drafted = drafted
 
-    def _drafts_of(self, verified: Mapping[str, int]) -> dict[str, list[int]]:
-        return {name: self._requests[name].drafted[:length] for name, length in verified.items()}
+    def _drafts_of(self, places: Mapping[str, int]) -> dict[str, list[int]]:
+        return {name: self._requests[name].drafted[:length] for name, length in places.items()}
 
-    def _slots_of(self, verified: Mapping[str, int]) -> list[int]:
-        return [self._req_states.req_id_to_index[name] for name in verified]
+    def _slots_of(self, places: Mapping[str, int]) -> list[int]:
+        return [self._req_states.req_id_to_index[name] for name in places]
 
     def place(self, step: TreeStep, batch: InputBatch) -> Any:
         """Put the step's trees in place; return what their verification reads.
@@ -482,9 +482,9 @@ class V2Adapter(Adapter):
         logits; their content arrives with the step's tokens."""
         if logits is None:
             return
-        if not self.chain_only and self.trees.guard.drafter.needs_node_argmax:
+        if not self.chain_only and self.verifier.guard.drafter.needs_node_argmax:
             step.argmax = async_copy_to_np(logits.argmax(dim=-1))
-        if self.trees.reads_rows(step, len(logits)):
+        if self.verifier.reads_rows(step, len(logits)):
             tokens, probabilities = likeliest_on_device(logits)
             step.likeliest = async_copy_to_np(tokens), async_copy_to_np(probabilities)
 
@@ -495,7 +495,9 @@ class V2Adapter(Adapter):
             for text in unread:
                 text.is_unread = False
             requests = [self._draft_request(text, max_nodes) for text in unread]
-            self.trees.guard.read_prompts([request for request in requests if request is not None])
+            self.verifier.guard.read_prompts(
+                [request for request in requests if request is not None]
+            )
 
     def _take_in(self, launched: LaunchedStep) -> list[Sequence[int]]:
         """Take in the tokens of a step, which have arrived; return those of each request before its
@@ -509,12 +511,12 @@ class V2Adapter(Adapter):
         # Nobody takes the tokens of a request that has ended meanwhile: its draft is not rejected.
         pairs = zip(step.trees, launched.texts, strict=True)
         step.trees = [t if self._is_running(text) else TokenTree.empty() for t, text in pairs]
-        self.trees.accept(step, step.paths_of(new_tokens))
-        self.trees.end_step(step, new_tokens)
+        self.verifier.accept(step, step.paths_of(new_tokens))
+        self.verifier.end_step(step, new_tokens)
         return new_tokens
 
     def _keep_stats(self) -> None:
-        stats = self.trees.take_stats()
+        stats = self.verifier.take_stats()
         if stats is not None and self._stats is not None:
             stats.add(self._stats)
         self._stats = stats or self._stats
@@ -522,8 +524,12 @@ class V2Adapter(Adapter):
     def _draft_requests(
         self, last: LaunchedStep, is_left: Sequence[object]
     ) -> dict[int, DraftRequest]:
-        """Return the requests of a step that get a draft, by batch index, of those that are left,
-        as each says by its truth."""
+        """Return the requests of a step that get a draft, by batch index.
+
+        Args:
+            last: The step.
+            is_left: Of each request, true if it goes on.
+        """
         requests = (
             self._draft_request(text, last.max_nodes) if left else None
             for text, left in zip(last.texts, is_left, strict=True)
@@ -538,13 +544,13 @@ class V2Adapter(Adapter):
         self, texts: Sequence[RequestText], requests: Mapping[int, DraftRequest]
     ) -> None:
         """Let steps that are launched ahead have no places for requests without drafts."""
-        if self.trees.forecast is not None:
+        if self.verifier.forecast is not None:
             without = {
                 text.request_id: np.empty(0)
                 for index, text in enumerate(texts)
                 if index not in requests and self._is_running(text)
             }
-            self.trees.forecast.observe(without)
+            self.verifier.forecast.observe(without)
 
     def _draft_request(self, request: RequestText, max_nodes: int) -> DraftRequest | None:
         max_model_len = self._req_states.max_model_len

@@ -62,16 +62,16 @@ class StepsInFlight:
     """The steps whose tokens the host has not taken in.
 
     Args:
-        trees: Counts the waits; its budget observes steps that are left.
+        verifier: Counts the waits; its budget observes steps that are left.
         take_in: Takes in a step whose tokens have arrived.
 
     Attributes:
         last: The step that was launched last, until the host waits for it or leaves it.
     """
 
-    def __init__(self, trees: TreeVerifier, take_in: Callable[[LaunchedStep], object]) -> None:
+    def __init__(self, verifier: TreeVerifier, take_in: Callable[[LaunchedStep], object]) -> None:
         self.last: LaunchedStep | None = None
-        self._trees = trees
+        self._verifier = verifier
         self._take_in = take_in
         self._left: deque[LaunchedStep] = deque()  # oldest first
         self._num_launches = 0  # since the last wait
@@ -98,7 +98,7 @@ class StepsInFlight:
         last.arrived.synchronize()
         if not self._num_launches:  # of a step that began behind others, the duration is unknown
             last.step.ended = time.perf_counter()
-        self._trees.count_wait(cause)
+        self._verifier.count_wait(cause)
         while self._left:
             self._take_in(self._left.popleft())
         self._num_launches, self.last = 0, None
@@ -127,7 +127,7 @@ class StepsInFlight:
         self._num_launches += 1
         # One launch follows another as fast as steps end, once the engine is as far ahead as it
         # gets. After a while without work it goes on with other requests.
-        step, budget = left.step, self._trees.budget
+        step, budget = left.step, self._verifier.budget
         continues = not following.num_scheduled_tokens.keys().isdisjoint(step.request_ids)
         if budget is not None and self._num_launches > _MOST_AHEAD and continues:
             budget.observe_unwaited(step.num_decode_tokens, seconds)

@@ -46,12 +46,12 @@ class CutStep(NamedTuple):
 
     Attributes:
         output: The step; the scheduler's own object stays as it is.
-        scheduled, verified: Draft tokens by request id, before and after.
+        scheduled, places: Places for draft tokens by request id, before and after.
     """
 
     output: SchedulerOutput
     scheduled: Mapping[str, int]
-    verified: Mapping[str, int]
+    places: Mapping[str, int]
 
     def masks(self, grammar: GrammarOutput | None) -> GrammarOutput | None:
         """Return a grammar's masks without those of places that are not verified.
@@ -60,11 +60,11 @@ class CutStep(NamedTuple):
             grammar: As scheduled, in vLLM 0.32 with one row for each request's last token and each
                 of its places.
         """
-        if grammar is None or self.verified is self.scheduled or not HAS_ROW_PER_PLACE:
+        if grammar is None or self.places is self.scheduled or not HAS_ROW_PER_PLACE:
             return grammar
         kept, first = [], 0
         for name in grammar.structured_output_request_ids:
-            kept.append(first + np.arange(1 + self.verified.get(name, 0)))
+            kept.append(first + np.arange(1 + self.places.get(name, 0)))
             first += 1 + self.scheduled.get(name, 0)
         rows = np.concatenate(kept) if kept else np.arange(0)
         return replace(grammar, grammar_bitmask=grammar.grammar_bitmask[rows])

@@ -193,14 +193,14 @@ class V2TreeAdapter(V2Adapter):
         if self.waits_for == "positions":  # not in a dummy run
             self.resume("positions", slot_mappings)
         by_layer = original(batch, mode, tables, slot_mappings, *args, **kwargs)
-        hand_on(self.trees.step.tree_batch, by_layer)
+        hand_on(self.verifier.step.tree_batch, by_layer)
         return by_layer
 
     def _prepare_inputs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return a model state's inputs, whose positions in all dimensions (M-RoPE) follow the
         depths of the step's nodes."""
         inputs = original(*args, **kwargs)
-        places = self.trees.step.places
+        places = self.verifier.step.places
         if places is not None and self.waits_for == "masks":  # not in a dummy run
             follow_depths(inputs["positions"], places)
         return inputs
@@ -238,13 +238,13 @@ class V2TreeAdapter(V2Adapter):
         on_device = async_tensor_h2d(rows, device=self._device)
         starts = batch.query_start_loc_np[: batch.num_reqs + 1]
         tokens = QueryTokens(starts, num_computed, batch.positions)
-        self.trees.place(step, tokens, self._takes_chains, trees)
+        self.verifier.place(step, tokens, self._takes_chains, trees)
         return on_device[0, :num_rows], on_device[1, :num_rows]
 
     def flatten(
         self, batch: InputBatch, by_layer: Mapping[str, object], states: Sequence[torch.Tensor]
     ) -> None:
-        step = self.trees.step
+        step = self.verifier.step
         if step.path is None or step.places is None:
             return
         take_back(by_layer)

@@ -45,7 +45,7 @@ class DraftingWorkerMixin(_Worker):
         if self.adapter is not None:
             self.adapter.forget_rows()
             # Among them are requests of whose end the scheduler tells with the next step.
-            self.adapter.trees.guard.reset(self.adapter.running)
+            self.adapter.verifier.guard.reset(self.adapter.running)
 
     def _begin_drafting(self, adapter: V2Adapter) -> None:
         parallel = self.parallel_config
