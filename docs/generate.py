@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from docs.tools import charts, dashboard, engine_drawings, tables, tree_drawings
+from docs.tools import charts, engine_drawings, tables, tree_drawings
 
 DOCS = Path(__file__).resolve().parent
 DRAWINGS = {
@@ -30,7 +30,6 @@ def contents() -> Iterator[tuple[Path, str]]:
     """Each generated file and what it should hold."""
     for name, draw in DRAWINGS.items():
         yield DOCS / "drawings" / f"{name}.svg", draw()
-    yield DOCS / "grafana" / "vllm-trie.json", dashboard.dashboard()
     for page in [*sorted(DOCS.glob("*.md")), *DOCS.parent.glob("ARCHITECTURE.md")]:
         text = page.read_text(encoding="utf-8")
         if "<!-- generated: " in text:

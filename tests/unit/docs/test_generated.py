@@ -1,4 +1,4 @@
-"""Drawings, tables and the dashboard are what their scripts make."""
+"""Drawings and tables are what their scripts make."""
 
 import pytest
 
