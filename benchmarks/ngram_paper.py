@@ -135,9 +135,7 @@ def print_rows(rows: list[Row]) -> None:
 
 def main() -> None:
     """Replay recorded answers with the paper's method."""
-    parser = option_parser(
-        __doc__, smoke={**SMOKE_FILES, "categories": ["qa", "rag"]}, is_timed=False
-    )
+    parser = option_parser(__doc__, smoke={**SMOKE_FILES, "categories": ["qa", "rag"]})
     add_replay_options(parser)
     parser.add_argument("--categories", nargs="+", default=CATEGORIES)
     parser.add_argument("--nodes", nargs="+", type=int, default=[32], help="numbers of drafts")

@@ -145,13 +145,10 @@ def all_rows(options: argparse.Namespace) -> list[Row]:
 def run_apart(options: argparse.Namespace) -> list[Row]:
     """Run each workload in its own process, as they need different numbers of threads."""
     rows: list[Row] = []
-    record = argparse.ArgumentParser(add_help=False)  # the record is of all workloads
-    record.add_argument("--record")
-    arguments = record.parse_known_args()[1]
     with tempfile.TemporaryDirectory() as folder:
         for workload in options.workload:
             out = Path(folder) / f"{workload}.json"
-            command = [sys.executable, sys.argv[0], *arguments]
+            command = [sys.executable, *sys.argv]
             command += ["--workload", workload, "--json", str(out)]
             subprocess.run(command, check=True)
             rows += json.loads(out.read_text())

@@ -99,9 +99,7 @@ def print_rows(rows: list[Row]) -> None:
 
 def main() -> None:
     """Replay recorded answers."""
-    parser = option_parser(
-        __doc__, smoke={**SMOKE_FILES, "nodes": [8], "methods": SMOKE_METHODS}, is_timed=False
-    )
+    parser = option_parser(__doc__, smoke={**SMOKE_FILES, "nodes": [8], "methods": SMOKE_METHODS})
     add_replay_options(parser, METHODS)
     parser.add_argument("--nodes", nargs="+", type=int, default=[32], help="limit of a draft")
     parser.add_argument(

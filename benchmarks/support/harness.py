@@ -7,11 +7,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -51,7 +48,6 @@ def option_parser(
     description: str | None,
     repeats: int = 3,
     smoke: Mapping[str, Any] | None = None,
-    is_timed: bool = True,
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark.
 
@@ -59,20 +55,11 @@ def option_parser(
         description: the script's docstring, shown as it is written.
         repeats: default of `--repeats`.
         smoke: what `--smoke` sets, by the options' names.
-        is_timed: whether :func:`report` reports the rows, which has an option of its own.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
-    if is_timed:
-        parser.add_argument(
-            "--record",
-            type=Path,
-            metavar="OUT",
-            help="write the table to this file as Markdown, with the machine and the command, if "
-            "the machine was quiet",
-        )
     parser.add_argument(
         "--repeats", type=int, default=repeats, help="interleaved runs of each method"
     )
@@ -177,24 +164,14 @@ def report(
     """Measure rows between two probes of the machine, print and write them, and return them.
 
     The table has the `columns` that have values.
-
-    Raises:
-        SystemExit: `--record` was set and the machine was not quiet.
     """
     before = None if options.smoke else probe_seconds()
     rows = run(options)
     shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    lines = [[row.get(name) for name in shown] for row in rows]
-    print_table(shown, lines, machine())
+    print_table(shown, ([row.get(name) for name in shown] for row in rows), machine())
     write_json([{"machine": machine(), **row} for row in rows], options.json)
-    if before is None:
-        return rows
-    probe = Probe(before, probe_seconds())
-    print(probe)
-    if options.record is not None:
-        if not probe.is_quiet:
-            raise SystemExit(f"--record {options.record}: not written, the machine was not quiet")
-        options.record.write_text(_as_markdown(shown, lines, probe), encoding="utf-8")
+    if before is not None:
+        print(Probe(before, probe_seconds()))
     return rows
 
 
@@ -214,25 +191,6 @@ def report_quietly(
 
     local_engine.set_environment(options.verbose)
     report(silently, options, columns)
-
-
-def _as_markdown(columns: Sequence[str], lines: Sequence[Sequence[Any]], probe: Probe) -> str:
-    table = [columns, ["---"] * len(columns), *(map(_cell, line) for line in lines)]
-    return "\n".join(
-        [
-            f"{machine()}, {date.today()}, commit {_commit()}, {probe}",
-            "",
-            *(f"| {' | '.join(cells)} |" for cells in table),
-            "",
-            f"    python {shlex.join(sys.argv)}",
-            "",
-        ]
-    )
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def write_json(rows: Sequence[Row], path: Path | None) -> None:

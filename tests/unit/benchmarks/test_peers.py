@@ -112,14 +112,12 @@ def test_means_are_over_categories_and_the_best_peer_is_the_one_with_the_best_me
     assert rows["mean", "ngram_trie"]["identical"] is False
 
 
-@pytest.mark.parametrize("record", [["--record", "out.md"], ["--record=out.md"]])
-def test_the_record_of_several_workloads_is_of_all_of_them(record, monkeypatch):
+def test_each_of_several_workloads_runs_in_a_process_of_its_own(monkeypatch):
     def run(command: list[str], check: bool) -> None:
         options = peers.parse(command[2:])
-        assert options.record is None
         options.json.write_text(json.dumps(options.workload))
 
-    monkeypatch.setattr(peers.sys, "argv", ["peers.py", *record, "--max-tokens", "8"])
+    monkeypatch.setattr(peers.sys, "argv", ["peers.py", "--max-tokens", "8"])
     monkeypatch.setattr(peers.subprocess, "run", run)
     assert peers.run_apart(peers.parse()) == list(peers.WORKLOADS)
 
