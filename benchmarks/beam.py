@@ -49,7 +49,7 @@ import numpy as np
 from support.beam_parts import PARTS_COLUMNS, measure_parts
 from support.beam_peers import Hypotheses, search_with_hf, search_with_vllm
 from support.device import add_device_options, check_device, engine_options
-from support.engines import each_schedule, scheduler_of
+from support.engines import each_schedule
 from support.harness import (
     Row,
     add_model_option,
@@ -119,7 +119,7 @@ class Bench:
         )
         for cache in local_engine.runner_of(self._llm).kv_caches:
             cache.zero_()  # memory is mapped at its first use, which is not a search's time
-        self.block_size = scheduler_of(self._llm).block_size
+        self.block_size = local_engine.scheduler_of(self._llm).block_size
         dtype = self._llm.llm_engine.vllm_config.model_config.dtype
         if "hf" in options.methods:
             hf = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
@@ -191,7 +191,7 @@ class Bench:
         rows = load.num_prompts * load.beam_width
         if method == "hf":
             return Usage(rows * (length - 1), rows * -(-length // self.block_size))
-        scheduler = scheduler_of(self._llm)
+        scheduler = local_engine.scheduler_of(self._llm)
         pool = scheduler.kv_cache_manager.block_pool
         computed, peak, in_trie = 0, 0, 0
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from support.device import add_device_options, check_device, engine_options
-from support.engines import keep_kernel_overrides, scheduler_of
+from support.engines import keep_kernel_overrides
 from support.futures_tasks import FORMS, KINDS, Edit, edits, schemas, undone
 from support.harness import Row, add_model_option, option_parser, report_quietly
 from support.peers_engines import METHODS, available
@@ -90,7 +90,7 @@ def switch_forced_tokens(llm: Any, is_on: bool) -> None:
     """Let an engine draft what a grammar forces, or not."""
     from vllm_trie.drafts.engine.scheduler.next_drafts import next_drafts
 
-    (forced_tokens,) = next_drafts(scheduler_of(llm)).extensions
+    (forced_tokens,) = next_drafts(local_engine.scheduler_of(llm)).extensions
     forced_tokens.is_on = is_on
 
 

@@ -15,6 +15,7 @@ from vllm_trie.lab.local_engine import (
     generate,
     new_salts,
     runner_of,
+    scheduler_of,
     trees_of,
 )
 
@@ -94,11 +95,6 @@ def after_each_step(llm: Any, call: Callable[[Any], None]) -> None:
         return output
 
     runner.sample_tokens = sample_tokens
-
-
-def scheduler_of(llm: Any) -> Any:
-    """Return the scheduler of an engine in this process."""
-    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 @contextmanager

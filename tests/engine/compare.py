@@ -13,10 +13,9 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.drafters import DRAFTERS, OracleDrafter
 from vllm_trie.drafts import register, registry
-from vllm_trie.lab.local_engine import without_memory
+from vllm_trie.lab.local_engine import scheduler_of, trees_of, without_memory
 
 Prompt = dict[str, list[int]]
 

@@ -17,30 +17,12 @@ import pytest
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm_trie.lab import smollm2
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
-
-
-def scheduler_of(llm: Any) -> Any:
-    """The scheduler of an engine that runs in this process."""
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def runner_of(llm: Any) -> Any:
-    """The model runner of an engine that runs in this process."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
-
-
-def trees_of(llm: Any) -> Any:
-    """The `TreeVerifier` of an engine that runs in this process."""
-    runner = runner_of(llm)
-    for owner in (runner, getattr(runner, "drafter", None), getattr(runner, "adapter", None)):
-        if hasattr(owner, "verifier"):
-            return owner.verifier
-    raise AttributeError("the engine has no trees")
 
 
 def free_blocks(llm: Any) -> int:

@@ -24,7 +24,6 @@ from tests.engine import gpu_start_on_cpu as start
 from tests.engine.beam.cases import request_of
 from tests.engine.beam.oracle import Case
 from tests.engine.compare import differences, generate, tell_oracle
-from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.drafters import OracleDrafter
 from tests.engine.gpu_device_check import refusals
 from tests.engine.launches import launches, new_launches, record_launches
@@ -32,6 +31,7 @@ from tests.engine.v2_run import CHAINS, OPT_OUT, TEXTS, TREES, UNION, greedy
 from tests.engine.v2_trees import put_in
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
 from vllm_trie.extras.memory import warm_start
+from vllm_trie.lab.local_engine import runner_of, scheduler_of, trees_of
 
 FIXED = {"node_budget": "fixed"}
 BROKEN = "broken chains"

@@ -15,9 +15,9 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 import vllm
 
 from tests.engine.compare import accepted_tokens, differences, generate
-from tests.engine.conftest import runner_of
 from tests.engine.v2_run import CHAINS, OPT_OUT, TEXTS, engine, greedy
 from vllm_trie.drafts.engine.runners.v2 import HostSpeculator
+from vllm_trie.lab.local_engine import runner_of
 
 
 def main() -> None:

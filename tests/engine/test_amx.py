@@ -25,13 +25,13 @@ from tests.engine.compare import (
     plain_outputs,
     speculation,
 )
-from tests.engine.conftest import runner_of
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
 from vllm_trie.attention.cache_layout import slot_elements
 from vllm_trie.attention.native import NativeKernels
 from vllm_trie.drafts.engine.verification import compaction
 from vllm_trie.hooks.start import cpu_cache
+from vllm_trie.lab.local_engine import runner_of
 from vllm_trie.native import usable_sets
 
 pytestmark = pytest.mark.usefixtures("test_drafters")

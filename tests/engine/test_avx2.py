@@ -16,7 +16,7 @@ for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_
 from vllm import LLM, SamplingParams
 from tests.engine.beam.cases import check_case, prompt, request_of
 from tests.engine.beam.oracle import Case
-from tests.engine.conftest import trees_of
+from vllm_trie.lab.local_engine import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
 from vllm_trie.attention.native import NativeKernels

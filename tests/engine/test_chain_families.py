@@ -24,7 +24,6 @@ from tests.engine.compare import (
     speculation,
     tell_oracle,
 )
-from tests.engine.conftest import runner_of
 from tests.engine.families import (
     CHAINS,
     FAMILIES,
@@ -35,6 +34,7 @@ from tests.engine.families import (
     write_model,
 )
 from vllm_trie.drafts.engine.verification import compaction
+from vllm_trie.lab.local_engine import runner_of
 
 pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
 LONG: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True, "detokenize": False}

@@ -20,8 +20,8 @@ from tests.engine.compare import (
     preemptions,
     speculation,
 )
-from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
+from vllm_trie.lab.local_engine import runner_of, trees_of
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")

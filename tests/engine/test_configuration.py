@@ -26,7 +26,6 @@ from tests.engine.compare import (
     register_test_drafters,
     speculation,
 )
-from tests.engine.conftest import trees_of
 from tests.engine.families import FAMILIES, stand_in_for_torchvision, write_config
 from tests.engine.prompts import prompts
 from tests.processes import environment, run_python
@@ -36,6 +35,7 @@ from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.hooks import ledger, plugin
 from vllm_trie.hooks.ledger import Entry, record, table
 from vllm_trie.hooks.start.limits import reason_off
+from vllm_trie.lab.local_engine import trees_of
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.refusal import RefusedError
 

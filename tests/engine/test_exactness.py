@@ -19,8 +19,8 @@ from tests.engine.compare import (
     session_texts,
     speculation,
 )
-from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
+from vllm_trie.lab.local_engine import scheduler_of, trees_of
 from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")

@@ -8,12 +8,12 @@ from vllm import SamplingParams
 from vllm.v1.engine import FinishReason
 
 from tests.engine.compare import accepted_tokens, differences, generate, speculation
-from tests.engine.conftest import runner_of, scheduler_of, trees_of
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
 from tests.unit.hooks.frontend import engine_request
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.hooks.wire import CACHE_SALT, SEARCH_KEY, STATS_ATTRIBUTE, TreeStats
+from vllm_trie.lab.local_engine import runner_of, scheduler_of, trees_of
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)

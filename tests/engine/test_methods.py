@@ -4,8 +4,8 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import check_same_outputs, generate, speculation
-from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
+from vllm_trie.lab.local_engine import trees_of
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")

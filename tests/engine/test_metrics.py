@@ -18,10 +18,10 @@ from tests.engine.compare import (
     plain_outputs,
     speculation,
 )
-from tests.engine.conftest import scheduler_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.drafts.engine.scheduler.speculation import TreeSpecDecodingStats
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats
+from vllm_trie.lab.local_engine import scheduler_of, trees_of
 from vllm_trie.lab.tiny_model import model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)

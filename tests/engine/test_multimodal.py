@@ -34,7 +34,7 @@ from vllm.sampling_params import BeamSearchParams
 from tests.engine.beam.cases import SCORE_TOLERANCE
 from tests.engine.beam.oracle import Expected, hypotheses_of
 from tests.engine.compare import accepted_tokens, differences, generate, speculation, tell_oracle
-from tests.engine.conftest import scheduler_of
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 IMAGE, SIZE, NUM_QUERIES = "<image>", 56, 8

@@ -10,9 +10,9 @@ from vllm import SamplingParams
 from vllm.config.reasoning import ReasoningConfig
 
 from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
-from tests.engine.conftest import runner_of, trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.lab.local_engine import runner_of, trees_of
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")

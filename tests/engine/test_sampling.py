@@ -18,10 +18,10 @@ from tests.engine.compare import (
     plain_outputs,
     speculation,
 )
-from tests.engine.conftest import scheduler_of
 from tests.engine.drafters import AnswerSetDrafter
 from tests.engine.prompts import prompts, tokenizer
 from vllm_trie.drafts.engine.scheduler import grammar_time
+from vllm_trie.lab.local_engine import scheduler_of
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 

@@ -33,7 +33,7 @@ from tests.engine.compare import (
     largest_score_error,
     tell_oracle,
 )
-from tests.engine.conftest import add_experts_group, runner_of
+from tests.engine.conftest import add_experts_group
 from tests.engine.drafters import OracleDrafter
 from tests.engine.families import CHAINS as FAMILIES_WITH_CHAINS
 from tests.engine.families import (
@@ -51,6 +51,7 @@ from vllm_trie.drafts.engine.workers import cpu_worker
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
 from vllm_trie.extras.device_checks.gpu_check import check_device
 from vllm_trie.extras.device_checks.kernel_check import RequestShape
+from vllm_trie.lab.local_engine import runner_of
 
 CHAINS = {"method": "ngram_trie", "num_speculative_tokens": 4, "node_budget": "fixed"}
 TREES = {**CHAINS, "num_speculative_tokens": 12, "verification": "tree"}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.engine.conftest import runner_of
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly, RunnerV2Mixin
 from vllm_trie.extras.device_checks import start_check
+from vllm_trie.lab.local_engine import runner_of
 
 Patch = pytest.MonkeyPatch
 

@@ -18,10 +18,11 @@ from tests.engine.compare import (
     generate,
     preemptions,
 )
-from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
+from tests.engine.conftest import free_blocks
 from tests.engine.neural_heads import RANDOM, make_draft_model
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafts.ngrams import Candidates
+from vllm_trie.lab.local_engine import runner_of, scheduler_of, trees_of
 from vllm_trie.lab.tiny_model import eagle_path
 
 LENGTH = 3

@@ -43,7 +43,7 @@ from tests.engine.compare import (
     step_to_the_end,
     tell_oracle,
 )
-from tests.engine.conftest import free_blocks, runner_of, scheduler_of, trees_of
+from tests.engine.conftest import free_blocks
 from tests.engine.drafters import FaultyDrafter, HiddenStateDrafter, OracleDrafter
 from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.prompts import prompts
@@ -65,7 +65,7 @@ from tests.engine.v2_waits import Waits
 from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.engine.config import verification
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
-from vllm_trie.lab.local_engine import decode_steps
+from vllm_trie.lab.local_engine import decode_steps, runner_of, scheduler_of, trees_of
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
 

@@ -20,10 +20,10 @@ from tests.engine import v2_on_cpu  # first: it prepares for vLLM
 
 from vllm import SamplingParams
 
-from tests.engine.conftest import runner_of, trees_of
 from tests.engine.v2_run import engine
 from tests.processes import ROOT
 from vllm_trie.drafts import DraftRequest, get_drafter_class, parse_options
+from vllm_trie.lab.local_engine import runner_of, trees_of
 from vllm_trie.lab.tiny_model import eagle_path, model_path
 from vllm_trie.tree import TokenTree
 

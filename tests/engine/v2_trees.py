@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.engine.conftest import runner_of, trees_of
 from tests.engine.drafters import NoOptions, OracleDrafter
 from tests.engine.test_random_requests import Answer, Request, random_request
 from vllm_trie.attention import choose_kernels
@@ -20,6 +19,7 @@ from vllm_trie.drafts.engine.verification.kernels import (
     walk_trees,
 )
 from vllm_trie.drafts.ngrams.native import ROW_TOKENS
+from vllm_trie.lab.local_engine import runner_of, trees_of
 from vllm_trie.tree import TokenTree, accept_greedy
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 90, 9

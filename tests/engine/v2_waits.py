@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from tests.engine import v2_on_cpu
-from tests.engine.conftest import runner_of
+from vllm_trie.lab.local_engine import runner_of
 
 _READS = frozenset(
     ("item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "equal", "allclose")

@@ -270,6 +270,12 @@ def runner_of(llm: LLM) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
+def scheduler_of(llm: LLM) -> Any:
+    """Return the scheduler of an engine in this process."""
+    client: Any = llm.llm_engine.engine_core
+    return client.engine_core.scheduler
+
+
 def trees_of(llm: LLM) -> Any | None:
     """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
     runner = runner_of(llm)
@@ -370,8 +376,7 @@ def _trees_of_outputs(llm: LLM) -> Iterator[dict[str, TokenTree]]:
     if verifier is None:
         yield trees_of_outputs
         return
-    client: Any = llm.llm_engine.engine_core
-    runner, scheduler = runner_of(llm), client.engine_core.scheduler
+    runner, scheduler = runner_of(llm), scheduler_of(llm)
     launch, take_in = runner.execute_model, scheduler.update_from_output
     launched: dict[int, TreeStep] = {}  # by the scheduler's output
 

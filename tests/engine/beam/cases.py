@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.engine.beam.oracle import Case, search
-from tests.engine.conftest import scheduler_of
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 WIDTHS = (1, 3, 4, 9, 15, 16)

@@ -34,10 +34,11 @@ from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import greedy_requests, prompt, run_with_aborts
 from tests.engine.beam.oracle import constrained_search
 from tests.engine.compare import step_to_the_end
-from tests.engine.conftest import free_blocks, runner_of, scheduler_of
+from tests.engine.conftest import free_blocks
 from tests.engine.v2_waits import Waits
 from tests.extras.items.unit.catalogues import PlainTrie, random_items, write
 from vllm_trie.extras.device_checks import search_check
+from vllm_trie.lab.local_engine import runner_of, scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 from vllm_trie.searches.engine.scheduler.admission import Admission
 from vllm_trie.searches.engine.scheduler.group import BeamGroup

@@ -11,7 +11,7 @@ from tests.engine.beam.cases import (
     run_mixed,
 )
 from tests.engine.beam.oracle import Case, search
-from tests.engine.conftest import scheduler_of
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())

@@ -6,7 +6,7 @@ from tests.engine.beam import test_token_rules as token_rules
 from tests.engine.beam.cases import check_case, few_cases, request_of
 from tests.engine.beam.test_token_rules import RULES
 from tests.engine.compare import preemptions
-from tests.engine.conftest import scheduler_of
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.beam.cases import check_case, prompt, request_of
 from tests.engine.beam.lora import RANK, make_adapters
 from tests.engine.beam.oracle import Case, search
-from tests.engine.conftest import scheduler_of
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.beam.cases import greedy_requests, run_with_aborts
 from tests.engine.compare import step_to_the_end
-from tests.engine.conftest import scheduler_of
+from vllm_trie.lab.local_engine import scheduler_of
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.engine.beam.cases import greedy_requests, prompt
 from tests.engine.beam.oracle import constrained_search
-from tests.engine.conftest import scheduler_of
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())

@@ -6,10 +6,11 @@ from pathlib import Path
 from vllm import SamplingParams
 
 from tests.engine.compare import speculation
-from tests.engine.conftest import Engines, trees_of
+from tests.engine.conftest import Engines
 from tests.engine.prompts import prompts
 from tests.processes import run_python
 from vllm_trie.extras.corpus.corpus_file import read_header
+from vllm_trie.lab.local_engine import trees_of
 from vllm_trie.lab.tiny_model import model_path
 
 RUN_BOTH = """

@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.engine.beam.cases import greedy_requests
 from tests.engine.compare import accepted_tokens, differences, generate, speculation
-from tests.engine.conftest import scheduler_of, trees_of
 from tests.extras.device_checks.engine.test_searches_check import without_tails
 from tests.newer_vllm import newer_vllm
 from tests.processes import run_python
@@ -29,6 +28,7 @@ from vllm_trie.extras.device_checks import engine_steps, release_check, search_c
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger import table
 from vllm_trie.hooks.start.limits import switch_off
+from vllm_trie.lab.local_engine import scheduler_of, trees_of
 from vllm_trie.searches.engine.scheduler.beam_scheduler import TrieBeamScheduler
 
 Patch = pytest.MonkeyPatch

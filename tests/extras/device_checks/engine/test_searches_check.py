@@ -9,9 +9,9 @@ import pytest
 from vllm.v1.worker import gpu_model_runner
 
 from tests.engine.beam.cases import greedy_requests
-from tests.engine.conftest import scheduler_of
 from tests.processes import run_python
 from vllm_trie.extras.device_checks import search_check
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.searches import Candidates
 from vllm_trie.searches.engine.scheduler import group
 

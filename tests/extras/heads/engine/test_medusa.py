@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from vllm import SamplingParams
 
 from tests.engine.compare import generate, speculation
-from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.extras.heads.reading import CheckpointError, load_checkpoint
+from vllm_trie.lab.local_engine import trees_of
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)

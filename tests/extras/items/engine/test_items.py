@@ -16,7 +16,6 @@ import pytest
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.oracle import constrained_search
-from tests.engine.conftest import scheduler_of
 from tests.extras.items.unit.catalogues import (
     PlainTrie,
     random_items,
@@ -26,6 +25,7 @@ from tests.extras.items.unit.catalogues import (
 )
 from vllm_trie.extras.items.selection import Rules
 from vllm_trie.files import watched_file
+from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
 SHIPPED = str(model_path())

@@ -8,9 +8,9 @@ import numpy as np
 from vllm import SamplingParams
 
 from tests.engine.compare import differences, generate, speculation
-from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.drafts.engine.verification import placement
+from vllm_trie.lab.local_engine import trees_of
 from vllm_trie.tree import TokenTree
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)

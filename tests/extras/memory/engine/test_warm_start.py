@@ -11,10 +11,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import speculation
-from tests.engine.conftest import Engines, trees_of
+from tests.engine.conftest import Engines
 from tests.engine.prompts import prompts
 from tests.extras.memory.unit.redis_server import RedisServer
 from vllm_trie.extras.memory.store_file import read_store
+from vllm_trie.lab.local_engine import trees_of
 
 PROMPTS = prompts(4)
 

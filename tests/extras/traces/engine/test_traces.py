@@ -11,11 +11,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine.compare import generate, speculation
-from tests.engine.conftest import trees_of
 from tests.engine.prompts import prompts
 from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.extras.traces.trace_file import Trace, read_trace
 from vllm_trie.lab.explore.record import record, record_beams
+from vllm_trie.lab.local_engine import trees_of
 
 
 def recording(verification: str, folder: Path) -> dict[str, Any]:
