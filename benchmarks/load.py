@@ -41,25 +41,24 @@ COLUMNS = (
     "method", "nodes", "prompts", "batch_size", "tokens_per_s", "ratio_to_plain", "nodes_per_step",
     "tokens_per_step",
 )  # fmt: skip
+ADAPTIVE_NODES = 32
+"""Node limit of the adaptive budget, trees and chains: the default."""
 SUFFIX_TOKENS = 24
 """Draft tokens of `suffix`, vLLM's default."""
 
 
-def speculative_configs(
-    nodes: Sequence[int], adaptive_nodes: int
-) -> dict[tuple[str, int], dict[str, Any] | None]:
+def speculative_configs(nodes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any] | None]:
     """Return the contestants: name and node limit -> vLLM's `speculative_config`.
 
     Args:
         nodes: fixed budgets.
-        adaptive_nodes: limit of the adaptive ones, trees and chains.
     """
     peers = [
         (name, {**(METHODS[name] or {}), **local_engine.without_memory(name)})
         for name in available(PEERS)
     ]
     memory = local_engine.without_memory("ngram_trie")
-    adaptive = {"method": "ngram_trie", "num_speculative_tokens": adaptive_nodes, **memory}
+    adaptive = {"method": "ngram_trie", "num_speculative_tokens": ADAPTIVE_NODES, **memory}
     fixed = {
         (f"ngram_trie fixed {n}", n): {
             "method": "ngram_trie",
@@ -76,8 +75,8 @@ def speculative_configs(
             for peer, config in peers
         },
         **fixed,
-        ("ngram_trie adaptive", adaptive_nodes): adaptive,
-        ("ngram_trie chain", adaptive_nodes): {**adaptive, "verification": "chain"},
+        ("ngram_trie adaptive", ADAPTIVE_NODES): adaptive,
+        ("ngram_trie chain", ADAPTIVE_NODES): {**adaptive, "verification": "chain"},
     }
 
 
@@ -89,13 +88,9 @@ def main() -> None:
     parser.add_argument(
         "--nodes", nargs="*", type=int, default=[8, 32], help="fixed budgets to compare"
     )
-    parser.add_argument(
-        "--adaptive-nodes", type=int, default=32, help="node limit of the adaptive budget"
-    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--requests-per-slot", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--workloads", nargs="+", default=["matching", "random"])
     add_device_options(parser)
     options = parser.parse_args()
     report_quietly(run, options, COLUMNS)
@@ -121,12 +116,12 @@ def run(options: Any) -> list[Row]:
         "max_model_len": local_engine.room_for(
             max(map(len, [*matching, *noise])),
             options.max_tokens,
-            max([options.adaptive_nodes, *options.nodes]),
+            max([ADAPTIVE_NODES, *options.nodes]),
         ),
         "max_num_seqs": max(options.batch_sizes),
     }
     llms = {}
-    for key, config in speculative_configs(options.nodes, options.adaptive_nodes).items():
+    for key, config in speculative_configs(options.nodes).items():
         llms[key] = local_engine.start_engine(model, **limits, speculative_config=config)
         keep_kernel_overrides()
     workloads = {
@@ -134,8 +129,7 @@ def run(options: Any) -> list[Row]:
         "random": (noise, {"temperature": 2.0}),
     }
     rows = []
-    for workload in options.workloads:
-        prompts, sampling = workloads[workload]
+    for workload, (prompts, sampling) in workloads.items():
         for batch_size in options.batch_sizes:
             params = SamplingParams(
                 max_tokens=options.max_tokens,

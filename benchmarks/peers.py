@@ -75,7 +75,7 @@ from support.replay_data import (
 from vllm_trie.lab import local_engine, smollm2
 
 WORKLOADS = ("chat", "shipped", "replay")
-SHAPES = ("tiny", "0.4b", "1b")
+SHAPES = ("tiny", "0.4b")
 COLUMNS = (
     "method", "workload", "category", "tokens_per_s", "ratio_to_plain", "decode_ratio_to_plain",
     "ms_per_output_token", "tokens_per_step", "identical", "identical_share",

@@ -36,10 +36,9 @@ COLUMNS = (
 CATEGORIES = ("math", "coding", "math_reasoning")
 METHODS: dict[str, dict[str, Any]] = {
     "ngram_trie": {"method": "ngram_trie"},
-    "ngram_trie_chain": {"method": "ngram_trie", "verification": "chain"},
-    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix"},
 }
+EPOCHS = 2
 PAUSE = 1.0
 """Seconds between the epochs of replicas, less than any training step takes."""
 
@@ -91,7 +90,7 @@ def epoch_rows(replicas: Sequence[Replica], options: Any, row: Row) -> list[Row]
         output_kind=RequestOutputKind.DELTA,
     )
     rows: list[Row] = []
-    for epoch in range(options.epochs):
+    for epoch in range(EPOCHS):
         samples = [
             (prompt, epoch * row["n"] + sample)
             for prompt in options.prompts
@@ -135,7 +134,7 @@ def read_prompts(model: str, options: Any) -> list[list[int]]:
     prompts = []
     for category in CATEGORIES:
         questions = [q for q in read_lines(options.questions) if q["category"] == category]
-        questions = questions[options.half :: 2]
+        questions = questions[1::2]
         number = min(options.per_category, len(questions))
         chosen = [questions[i * len(questions) // number] for i in range(number)]
         prompts += [chat_tokens(tokenizer, question["turns"][0]) for question in chosen]
@@ -181,7 +180,7 @@ def run(options: Any) -> list[Row]:
 
 def main() -> None:
     """Measure and print."""
-    smoke = {"n": [2], "temperatures": [1.0], "epochs": 2, "replicas": [1, 2], "per_category": 1}
+    smoke = {"n": [2], "temperatures": [1.0], "replicas": [1, 2], "per_category": 1}
     smoke |= {"max_tokens": 8, "at_once": 4, "nodes": 8, "methods": ["ngram_trie"]}
     parser = option_parser(__doc__, repeats=1, smoke=smoke | {"questions": None})
     add_model_option(parser, "a chat model; the shipped one if left out")
@@ -195,9 +194,7 @@ def main() -> None:
     parser.add_argument("--replicas", nargs="+", type=int, default=[1])
     parser.add_argument("--n", nargs="+", type=int, default=[8])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
-    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--per-category", type=int, default=2, help="questions")
-    parser.add_argument("--half", type=int, choices=(0, 1), default=1, help="every other question")
     parser.add_argument("--at-once", type=int, default=16, help="requests that an engine runs")
     parser.add_argument("--nodes", type=int, default=16, help="all verified; tokens of chains")
     parser.add_argument("--max-tokens", type=int, default=96)

@@ -9,7 +9,7 @@ time and are measured in turns, each with a cold prefix cache. A row holds media
     python benchmarks/serving.py --questions question.jsonl --json serving.json
 
 Without `--questions` or SPEC_BENCH_QUESTIONS, the shipped prompts take their place.
-Turns repeat the prompts, and cache salts keep `ngram_trie` from knowing them; `--store` lets it.
+Turns repeat the prompts, and cache salts keep `ngram_trie` from knowing them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Load(NamedTuple):
     rate: float | None
 
 
-def speculative_configs(nodes: int, keeps_store: bool) -> dict[str, dict[str, Any] | None]:
+def speculative_configs(nodes: int) -> dict[str, dict[str, Any] | None]:
     """Return vLLM's `speculative_config` by method."""
-    memory = {} if keeps_store else local_engine.without_memory("ngram_trie")
+    memory = local_engine.without_memory("ngram_trie")
     return {
         PLAIN: None,
         "ngram": METHODS["ngram"],
@@ -76,7 +76,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-prompts", type=int, default=96, help="requests of a measurement")
     parser.add_argument("--methods", nargs="+", default=[PLAIN, "ngram", "ngram_trie"])
-    parser.add_argument("--store", action="store_true", help="let ngram_trie remember answers")
     add_file_option(parser, "--questions")
     options = parser.parse_args()
     report_quietly(run, options, COLUMNS)
@@ -89,7 +88,7 @@ def run(options: Any) -> list[Row]:
     model = options.model = options.model or str(model_path())
     prompts = choose_prompts(model, options.questions, options.num_prompts)
     loads = [Load(n, None) for n in options.concurrency] + [Load(None, r) for r in options.rates]
-    configs = speculative_configs(options.nodes, options.store)
+    configs = speculative_configs(options.nodes)
     with tempfile.TemporaryDirectory() as folder:
         servers = {
             method: start_server(model, configs[method], Path(folder) / f"{method}.log", options)
@@ -181,7 +180,7 @@ def measure(
             prompt=prompt,
             prompt_len=len(prompt),
             expected_output_len=options.max_tokens,
-            request_overrides=None if options.store else {"cache_salt": salt},
+            request_overrides={"cache_salt": salt},
         )
         for prompt, salt in zip(prompts, local_engine.new_salts(prompts), strict=True)
     ]

@@ -39,13 +39,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "intermediate_size": 4096,
     },
-    "1b": {  # 973 + 66: Llama 3.2 1B with another vocabulary
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-    },
 }
 _DIGIT = 256
 """Integers up to here are exact in bfloat16: a token id travels as two digits."""
