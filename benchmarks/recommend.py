@@ -7,12 +7,11 @@ of items, an answer the best `width` items.
     items   this project's search inside the catalogue: every hypothesis is an item
     free    this project's search without a constraint
     vllm    vLLM's own `LLM.beam_search`
-    hf      Hugging Face's `generate` with `prefix_allowed_tokens_fn`, one request at a time
 
 `--concurrency` requests run at a time, the next one begins when another has ended; methods take
-turns. `vllm` and `hf` take their requests together and one by one, so that their latency is that of
-the call. `invalid` is the share of hypotheses that are no items. `host_ms`, on a CPU, is a step's
-processor time in this project's searches, without forward passes, logits and copies of KV.
+turns. `vllm` takes its requests together, so that their latency is that of the call. `invalid` is
+the share of hypotheses that are no items. `host_ms`, on a CPU, is a step's processor time in this
+project's searches, without forward passes, logits and copies of KV.
 
     python benchmarks/recommend.py --items 1000000 --widths 50 100
     python benchmarks/recommend.py --device cuda --shape 1.7b --items 10000000 \
@@ -34,11 +33,11 @@ from typing import Any
 
 import numpy as np
 from support.beam_parts import part_seconds
-from support.beam_peers import Hypotheses, search_with_hf, search_with_vllm
+from support.beam_peers import Hypotheses, search_with_vllm
 from support.device import add_device_options, check_device, engine_options
 from support.engines import Prompts, served
 from support.harness import Row, option_parser, report_quietly
-from support.wide_beams import allowed_tokens, random_items
+from support.wide_beams import random_items
 
 from vllm_trie.extras.items.build import build_items
 from vllm_trie.extras.items.sources import read_items
@@ -49,7 +48,7 @@ COLUMNS = (
     "method", "width", "concurrency", "requests_per_s", "ratio_to_items", "p50_ms", "p99_ms",
     "invalid", "host_ms",
 )  # fmt: skip
-METHODS = ("items", "free", "vllm", "hf")
+METHODS = ("items", "free", "vllm")
 CODEBOOKS, CODES = 3, 8192
 Answers = tuple[list[float], Hypotheses]
 """Seconds of each request, and its hypotheses."""
@@ -119,7 +118,7 @@ def write_model(folder: Path, shape: str) -> str:
 
 
 class Bench:
-    """One engine, Hugging Face's model of the same shape, and the four ways to answer."""
+    """One engine, and the three ways to answer."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         from vllm import LLM
@@ -127,16 +126,15 @@ class Bench:
         self._options = options
         self._items = random_items(options.items, CODEBOOKS, CODES, _QWEN_TOKENS)
         np.save(folder / "items.npy", self._items)
-        self._catalogue = folder / "items.trie"
-        build_items(self._catalogue, read_items(folder / "items.npy"))
+        catalogue = folder / "items.trie"
+        build_items(catalogue, read_items(folder / "items.npy"))
         (folder / "items.npy").unlink()
         self._known = {tuple(item) for item in self._items.tolist()}
-        self._model = write_model(folder, options.shape)
-        plugin: dict[str, Any] = {"items": {"catalogue": str(self._catalogue)}}
+        plugin: dict[str, Any] = {"items": {"catalogue": str(catalogue)}}
         settings = {"dtype": "bfloat16", "enforce_eager": True, **engine_options(options)}
         most = max(options.widths) * max(options.concurrency)
         self._llm = LLM(
-            self._model,
+            write_model(folder, options.shape),
             **settings | {"load_format": "dummy"},
             max_model_len=CODEBOOKS * options.history + 64,
             max_num_seqs=most,
@@ -145,16 +143,6 @@ class Bench:
             enable_prefix_caching=False,
             additional_config={"vllm_trie": plugin},
         )
-        self._hf: Any = None
-        if "hf" in options.methods:
-            import torch
-            from transformers import AutoConfig, AutoModelForCausalLM
-
-            config = AutoConfig.from_pretrained(self._model)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-            self._hf = model.to(options.device)
-            length = CODEBOOKS * options.history
-            self._allowed = allowed_tokens(str(self._catalogue), length)
 
     def measure(self, width: int, concurrency: int) -> list[Row]:
         """Return the rows of all methods at one width and concurrency."""
@@ -231,15 +219,12 @@ class Bench:
                     answers.append([list(hypothesis.token_ids) for hypothesis in output.outputs])
         return latencies, answers
 
-    def _call(self, prompts: Prompts, width: int, concurrency: int, method: str) -> Answers:
-        """Answer requests by calls that return when all of theirs have ended."""
+    def _call(self, prompts: Prompts, width: int, concurrency: int, _: str) -> Answers:
+        """Answer requests by vLLM's calls that return when all of theirs have ended."""
         latencies, answers = [], []
-        for batch in batches(prompts, concurrency if method == "vllm" else 1):
+        for batch in batches(prompts, concurrency):
             start = time.perf_counter()
-            if method == "vllm":
-                answers += search_with_vllm(self._llm, batch, width, CODEBOOKS)
-            else:
-                answers += search_with_hf(self._hf, batch, width, CODEBOOKS, self._allowed)
+            answers += search_with_vllm(self._llm, batch, width, CODEBOOKS)
             latencies += [time.perf_counter() - start] * len(batch)
         return latencies, answers
 

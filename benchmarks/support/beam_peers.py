@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -28,19 +27,8 @@ def search_with_vllm(llm: Any, prompts: Prompts, width: int, num_tokens: int) ->
     ]
 
 
-def search_with_hf(
-    model: Any,
-    prompts: Prompts,
-    width: int,
-    num_tokens: int,
-    allowed: Callable[[int, Any], Sequence[int]] | None = None,
-) -> Hypotheses:
-    """Search with `generate`; prompts are equally long.
-
-    Args:
-        model: of `transformers`.
-        allowed: `prefix_allowed_tokens_fn`.
-    """
+def search_with_hf(model: Any, prompts: Prompts, width: int, num_tokens: int) -> Hypotheses:
+    """Search with `generate` of a model of `transformers`; prompts are equally long."""
     import torch
     from transformers import GenerationConfig
 
@@ -55,9 +43,6 @@ def search_with_hf(
     inputs = torch.tensor(prompts, device=model.device)
     with torch.inference_mode():
         tokens = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            generation_config=config,
-            prefix_allowed_tokens_fn=allowed,
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=config
         )
     return tokens[:, inputs.shape[1] :].view(len(prompts), width, -1).tolist()

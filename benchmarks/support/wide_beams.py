@@ -1,12 +1,10 @@
-"""The part of `beam.py --wide`: its loads and rows; random items, and Hugging Face's constraint."""
+"""The part of `beam.py --wide`: its loads and rows; and random items."""
 
 from __future__ import annotations
 
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,23 +31,6 @@ def random_items(count: int, length: int, values: int, first: int = 0) -> np.nda
     codes = np.random.default_rng(0).choice(values**length, size=count, replace=False)
     digits = codes[:, None] // values ** np.arange(length)[::-1] % values
     return (first + digits + values * np.arange(length)).astype(np.int32)
-
-
-def allowed_tokens(catalogue: str, prompt_len: int) -> Callable[[int, Any], list[int]]:
-    """Return Hugging Face's ``prefix_allowed_tokens_fn``, which looks a prefix up once."""
-    from vllm_trie.extras.items.trie_file import open_items
-
-    trie = open_items(Path(catalogue))
-
-    @functools.cache
-    def children(prefix: tuple[int, ...]) -> dict[int, int]:
-        node = children(prefix[:-1]).get(prefix[-1], -1) if prefix else 0
-        if node < 0:  # a beam of probability 0, for which some token must be allowed, too
-            return {0: -1}
-        edges = trie.children(np.array([node], dtype=np.int32))
-        return dict(zip(trie.tokens[edges.nodes].tolist(), edges.nodes.tolist(), strict=True))
-
-    return lambda _, tokens: list(children(tuple(tokens[prompt_len:].tolist())))
 
 
 def measure_wide(bench: Any, options: Namespace, load: Any) -> list[Row]:
