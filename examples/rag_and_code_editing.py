@@ -1,14 +1,17 @@
 """Answers that reuse their context: questions about retrieved passages, and edits of code.
 
-    python examples/rag_and_code_editing.py [--model PATH]
+    python examples/rag_and_code_editing.py [--model PATH] [--tensor-parallel-size 2]
 
 Every prompt runs twice on one engine, with and without draft trees (a request can opt out). The
-answers are the same; the table shows how many steps of the model the drafts saved.
+answers are the same; the table shows how many steps of the model the drafts saved. With several
+tensor-parallel ranks each holds a part of the model, and all verify the trees of rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -54,9 +57,13 @@ def answer(llm: LLM, prompts: list[str], **extra_args: Any) -> list[Any]:
     return [output.outputs[0] for output in llm.chat(chats, params, use_tqdm=False)]
 
 
-def main(model: str) -> None:
+def main(model: str, num_ranks: int) -> None:
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < num_ranks:
+        # On CPUs vLLM gives each rank its own NUMA node, and refuses to start with too few.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     llm = LLM(
         model,
+        tensor_parallel_size=num_ranks,
         speculative_config={
             "method": "ngram_trie",
             "num_speculative_tokens": 32,
@@ -85,9 +92,12 @@ def main(model: str) -> None:
     print(f"\n{'':10}{'tokens':>8}{'steps':>8}{'tokens per step':>18}  same as without drafts")
     for kind, tokens, steps, rate, same in rows:
         print(f"{kind:10}{tokens:8}{steps:8.0f}{rate:18.2f}  {'yes' if same else 'no'}")
+    print(f"ranks: {llm.llm_engine.vllm_config.parallel_config.world_size}")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # vLLM starts its ranks in other processes, which import this file
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(model_path()), help="any model that vLLM serves")
-    main(parser.parse_args().model)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    arguments = parser.parse_args()
+    main(arguments.model, arguments.tensor_parallel_size)

@@ -19,11 +19,12 @@ OWN_METHOD = "paper_ngram_trie"
 
 # These keep their engine in the process, so one process runs them all and imports vLLM once.
 IN_ONE_PROCESS = (
-    "tensor_parallel.py",  # first, as its ranks are forked
+    "rag_and_code_editing.py --tensor-parallel-size 2",  # first, as its ranks are forked
+    "offline.py",
     "offline.py --method lookahead_trie",
+    "offline.py --method trie_union",
     "corpus_and_warm_start.py",
     "rag_and_code_editing.py",
-    "trie_union.py",
     "beam_nbest.py",
     "rl/rollouts.py",
     "own_drafter/run.py",
@@ -70,19 +71,18 @@ def printed(site):
     return {name: parts[path] for name, path in zip(IN_ONE_PROCESS, paths, strict=True)}
 
 
-def test_every_example_is_run_somewhere():
-    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
-    readme = (EXAMPLES / "README.md").read_text()
+def test_every_example_is_run():
+    alone = re.findall(r'run\("examples/(.*?)"', Path(__file__).read_text())
+    run_here = {*alone, *(command.split()[0] for command in IN_ONE_PROCESS)}
     paths = [path for path in EXAMPLES.rglob("*.py") if path.name != f"{OWN_METHOD}.py"]
-    assert len(paths) >= 7
-    for path in paths:
-        name = path.relative_to(EXAMPLES).as_posix()
-        assert name in tests, f"no test runs examples/{name}"
-        assert path.parent != EXAMPLES or name in readme, f"examples/README.md misses {name}"
+    assert {path.relative_to(EXAMPLES).as_posix() for path in paths} == run_here
+    readme = (EXAMPLES / "README.md").read_text()
+    assert all(path.name in readme for path in EXAMPLES.glob("*.py"))
 
 
-def test_offline(printed):
-    text = printed["offline.py --method lookahead_trie"]
+@pytest.mark.parametrize("options", ["", " --method lookahead_trie", " --method trie_union"])
+def test_offline(printed, options):
+    text = printed[f"offline.py{options}"]
     assert text.count("\n--- ") == 3
     assert "class Stack" in text
     tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", text)[0])
@@ -95,21 +95,16 @@ def test_corpus_and_warm_start(printed):
     assert 1 < cold < warm
 
 
-def test_rag_and_code_editing(printed):
-    text = printed["rag_and_code_editing.py"]
+@pytest.mark.parametrize("options", ["", " --tensor-parallel-size 2"])
+def test_rag_and_code_editing(printed, options):
+    text = printed[f"rag_and_code_editing.py{options}"]
     rows = re.findall(r"^(RAG|editing) +(\d+) +(\d+) +([\d.]+)  (yes|no)$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["RAG", "editing"]
     for _, tokens, steps, rate, same in rows:
         assert float(rate) == pytest.approx(int(tokens) / int(steps), abs=0.01)
         assert float(rate) > 1.5
         assert same == "yes"
-
-
-def test_union(printed):
-    text = printed["trie_union.py"]
-    tokens, steps = map(int, re.findall(r"(\d+) tokens in (\d+) steps", text)[0])
-    assert 0 < steps < tokens <= 3 * 96
-    assert len(set(text.split("\n\n"))) > 3
+    assert f"\nranks: {2 if options else 1}\n" in text
 
 
 def test_beam_nbest(printed):
@@ -174,18 +169,9 @@ def test_medusa_train_and_serve():
     assert "same as without drafts: yes" in text
 
 
-def test_tensor_parallel(printed):
-    text = printed["tensor_parallel.py"]
-    counts = re.findall(r"on 2 ranks: (\d+) of (\d+) tokens came from drafts", text)
-    accepted, tokens = map(int, counts[0])
-    assert tokens / 4 < accepted < tokens
-    assert "same as without drafts: yes" in text
-
-
 def test_recommendation():
-    # The example imports its neighbour.
-    path = EXAMPLES / "recommendation.py"
     options = ["--items", "20000", "--width", "40", *WORKER_IN_ENGINE]
-    text = run(str(path), *options, **IN_ENGINE, PYTHONPATH=str(EXAMPLES))
+    # The example imports its neighbour.
+    text = run("examples/recommendation.py", *options, **IN_ENGINE, PYTHONPATH=str(EXAMPLES))
     assert "20000 items of 3 to 5 tokens" in text
     assert "160 of 160 answers are different items of the catalogue" in text
