@@ -30,6 +30,11 @@ _PLAIN_ATTRIBUTE = "vllm_trie_plain_requests"
 """Attribute of the attention metadata that keeps its :class:`PlainRequests` for later layers."""
 
 
+_CPU = "v1.attention.backends.cpu_attn:CPUAttentionBackend"
+_backend = Symbols(f"{_CPU}.", TREE_MASKS, platform="cpu")
+_impl = Symbols(f"{_CPU}Impl.", TREE_MASKS, platform="cpu")
+
+
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds the stock metadata for a kernel whose cache layout tree attention reads.
 
@@ -59,9 +64,7 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):
         if config.read(get_current_vllm_config()) is not None:
             choose_kernels()  # fails here, at the start, if it cannot be loaded
 
-    @Symbols(
-        "v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.", TREE_MASKS, platform="cpu"
-    ).overrides("gives rows with trees tree attention")
+    @_impl.overrides("gives rows with trees tree attention")
     def forward(
         self,
         layer: Any,
@@ -138,10 +141,12 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     """
 
     @staticmethod
+    @_backend.overrides("names the attention with trees")
     def get_impl_cls() -> type[TreeCPUAttentionImpl]:
         return TreeCPUAttentionImpl
 
     @staticmethod
+    @_backend.overrides("names the builder of its metadata")
     def get_builder_cls() -> type[TreeCPUAttentionMetadataBuilder]:
         return TreeCPUAttentionMetadataBuilder
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _TRITON = "v1.attention.backends.triton_attn:TritonAttention"
 _backend = Symbols(f"{_TRITON}Backend.", TREE_MASKS, platform="cuda")
+_backend("supported_kv_cache_dtypes", "overridden", "names those that the tree kernel reads")
+_impl = Symbols(f"{_TRITON}Impl.", TREE_MASKS, platform="cuda")
 _builder = Symbols(f"{_TRITON}MetadataBuilder.", TREE_MASKS, platform="cuda")
 _CHECKED_REQUESTS, _CHECKED_WORDS = 8, 1024
 """Room for the trees of the check at start-up, which may be larger than the engine's."""
@@ -166,12 +168,11 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
         chunk = getattr(layer, "attention_chunk_size", None) or 0
         return AttentionKind(1 + self.sliding_window[0], chunk, self.logits_soft_cap, self.sinks)
 
+    @_impl.overrides("answers no")
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return False
 
-    @Symbols(f"{_TRITON}Impl.", TREE_MASKS, platform="cuda").overrides(
-        "gives all rows but prefill chunks tree attention"
-    )
+    @_impl.overrides("gives all rows but prefill chunks tree attention")
     def forward(
         self,
         layer: Any,
@@ -235,14 +236,17 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
     ]
 
     @staticmethod
+    @_backend.overrides("names the place where it is registered")
     def get_name() -> str:
         return "CUSTOM"
 
     @staticmethod
+    @_backend.overrides("names the attention with trees")
     def get_impl_cls() -> type[TreeTritonAttentionImpl]:
         return TreeTritonAttentionImpl
 
     @staticmethod
+    @_backend.overrides("names the builder of its metadata")
     def get_builder_cls() -> type[TreeTritonMetadataBuilder]:
         return TreeTritonMetadataBuilder
 

@@ -102,6 +102,9 @@ class _Metrics:
         )
 
 
+_stat_logger = Symbols("v1.metrics.loggers:StatLoggerBase.", STATS)
+
+
 class TreeStatLogger(StatLoggerBase):
     """Feeds the plugin's counters and logs a line at vLLM's interval."""
 
@@ -120,6 +123,7 @@ class TreeStatLogger(StatLoggerBase):
         self._failures = 0
         self._interval_start = time.monotonic()
 
+    @_stat_logger.overrides("counts a step's drafts")
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
@@ -164,6 +168,7 @@ class TreeStatLogger(StatLoggerBase):
             self._metrics.counters[name].labels(*self._labels).inc(amount)
             self._sums[name] += amount
 
+    @_stat_logger.overrides("logs a line")
     def log(self) -> None:
         sums, elapsed = self._sums, time.monotonic() - self._interval_start
         if self._metrics is not None and sums["steps"] and elapsed > 0:
@@ -185,6 +190,7 @@ class TreeStatLogger(StatLoggerBase):
             )
         self._reset()
 
+    @_stat_logger.overrides("registers the plugin's metrics")
     def log_engine_initialized(self) -> None:
         """Make the metrics; failures begin at 0, or their first would be no increase."""
         self._metrics = _Metrics()

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 MOST_WAITING = 1024
 """Outputs that wait for a client that does not read; later ones become one, as all do in vLLM."""
 
-_streams = Symbols(until="vLLM's parsers read messages of several tokens as they read single ones")
+_UNTIL = "vLLM's parsers read messages of several tokens as they read single ones"
+_streams = Symbols(until=_UNTIL)
 _splits: ContextVar[bool] = ContextVar("splits", default=False)
 """Whether the request that is being added gets its tokens one by one."""
 
@@ -47,6 +48,9 @@ async def _token_by_token(
 
 for _name in (CHAT, RESPONSES):
     _streams.wraps(f"entrypoints.openai.{_name}", "gives parsers single tokens")(_token_by_token)
+
+
+_collector = Symbols("v1.engine.output_processor:RequestOutputCollector.", _UNTIL)
 
 
 @_streams.subclasses(
@@ -66,6 +70,7 @@ class TokenCollector(RequestOutputCollector):
         self.splits = _splits.get()
         self._waiting: deque[RequestOutput | PoolingRequestOutput] = deque()
 
+    @_collector.overrides("keeps outputs apart")
     def put(self, output: Output | Exception) -> None:
         if not self.splits or self.output is None or isinstance(output, Exception):
             super().put(output)
@@ -75,11 +80,13 @@ class TokenCollector(RequestOutputCollector):
             last: Any = self._waiting[-1]
             last.add(output, aggregate=self.aggregate)
 
+    @_collector.overrides("takes in the next output")
     async def get(self) -> Output:
         output = await super().get()
         self._put_next()
         return output
 
+    @_collector.overrides("takes in the next output")
     def get_nowait(self) -> Output | None:
         output = super().get_nowait()
         self._put_next()

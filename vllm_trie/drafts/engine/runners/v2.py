@@ -45,6 +45,7 @@ logger = init_logger(__name__)
 
 _SPECULATION = "v1.worker.gpu.spec_decode."
 _runner = Symbols("v1.worker.gpu.model_runner:GPUModelRunner.", TREE_DRAFTS)
+_speculator = Symbols(f"{_SPECULATION}speculator:BaseSpeculator.", TREE_DRAFTS)
 _rejection_sampler = Symbols(f"{_SPECULATION}rejection_sampler:RejectionSampler.", TREE_DRAFTS)
 
 
@@ -69,18 +70,18 @@ class HostSpeculator(BaseSpeculator):
             req_states.max_num_reqs, self._num_tokens, device=device
         )
 
+    @_speculator.overrides("does nothing")
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Do nothing: drafters run on the host."""
 
+    @_speculator.overrides("does nothing")
     def capture(self) -> None:
         """Do nothing: drafters run on the host."""
 
     def prepare_watermarking(self, *unused: object) -> None:
         """Do nothing: drafts carry no watermark, the target's tokens do."""
 
-    @Symbols(f"{_SPECULATION}speculator:BaseSpeculator.", TREE_DRAFTS).overrides(
-        "proposes the drafters' drafts"
-    )
+    @_speculator.overrides("proposes the drafters' drafts")
     def propose(
         self,
         input_batch: InputBatch,

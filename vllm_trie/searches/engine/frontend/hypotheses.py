@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _engine = of_beams("v1.engine.")
 _parent = of_beams("v1.engine.parallel_sampling:ParentRequest.")
+_parent("n", "overridden", "the hypotheses that the search returns")
 
 served: ContextVar[ServerCall | None] = ContextVar("served", default=None)
 """The call of the server that is being answered."""
