@@ -18,10 +18,19 @@ steps that the group has waited. So a group idles slots for at most as long as i
 and an old group is not passed over any more.
 
 A running request is expected to run as long again as it has run, at least ``SOON`` steps, and not
-beyond its ``max_tokens``: default limits are far above usual lengths. A group starts where the KV
-blocks that all are expected to take then are there. One that has lost its blocks goes on where they
-are there again, or nothing else runs, and nothing starts before it that comes after it in the
-queue: otherwise they would take blocks from each other, and compute again what they have lost.
+beyond its ``max_tokens``: default limits are far above usual lengths.
+
+A group starts where the KV blocks that all are expected to take then are there. One that has lost
+its blocks goes on where they are there again, or nothing else runs, and nothing starts before it
+that comes after it in the queue: otherwise they would take blocks from each other, and compute
+again what they have lost. Blocks that a group of w beams
+
+- is refused without: the prompt's full ones + w (`min_blocks`);
+- is expected to take: those of its longest path + 2 w (`blocks_with`);
+- goes on with: as many as it has lost + w (`blocks_to_go_on`);
+
+each in every KV cache group, less what lies before a window. Where even so they do not suffice,
+:mod:`.passes` divides its steps.
 """
 
 from __future__ import annotations

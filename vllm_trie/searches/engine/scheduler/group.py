@@ -51,7 +51,7 @@ class BeamGroup:
         self,
         request: Request,
         num_answers: int,
-        of_group: GroupSearch,
+        group_search: GroupSearch,
         engine: EngineParts,
         arrival_step: int,
         rules: GroupRules | None = None,
@@ -59,7 +59,7 @@ class BeamGroup:
         params = request.sampling_params
         assert params is not None
         self.request, self._num_answers = request, num_answers
-        self._of_group, self.search = of_group, of_group.search
+        self._group_search, self.search = group_search, group_search.search
         self.rules = rules
         self.num_logprobs = params.logprobs
         width, max_new_tokens = self.search.settings.beam_width, self.search.settings.max_new_tokens
@@ -75,7 +75,7 @@ class BeamGroup:
 
         self.arrival, self.arrival_step = time.monotonic(), arrival_step
         self.started = False
-        engine = engine._replace(on_device=engine.on_device and of_group.is_plain)
+        engine = engine._replace(on_device=engine.on_device and group_search.is_plain)
         params = internal_params(max_new_tokens)
         self.beams = GroupBeams(request, params, self.search, engine)
         self._report: dict[str, object] | None = None
@@ -146,7 +146,7 @@ class BeamGroup:
                     candidates.logprobs.reshape(shape)[:, kept].copy(),
                 )
             )
-        return self._of_group.advance(candidates)
+        return self._group_search.advance(candidates)
 
     def selection(self, output: SchedulerOutput, sent: Collection[str]) -> Selection | None:
         """Return what the worker needs to select the candidates of a step; None if nothing.
@@ -160,10 +160,10 @@ class BeamGroup:
             is_last = not beams.proxy.is_prefill_chunk and not self.search.steps
             is_scheduled = is_last and proxy_id in output.num_scheduled_tokens
             first = np.zeros(1, dtype=np.int64)
-            return self._of_group.selection(proxy_id, first) if is_scheduled else None
+            return self._group_search.selection(proxy_id, first) if is_scheduled else None
         if level is None or not level.selects or proxy_id not in sent:
             return None
-        selection = self._of_group.selection(proxy_id, beams.rows)
+        selection = self._group_search.selection(proxy_id, beams.rows)
         if beams.device_chooses:
             assert isinstance(selection, TokenSelection)
             totals = selection.totals if beams.ahead is None else None
@@ -183,7 +183,7 @@ class BeamGroup:
 
     def output(self) -> EngineCoreOutput:
         """Return the whole answer of a search that is done. Takes the request's events."""
-        hypotheses = self._of_group.hypotheses()[: self._num_answers]
+        hypotheses = self._group_search.hypotheses()[: self._num_answers]
         hypotheses += [MISSING] * (self._num_answers - len(hypotheses))
         shared: dict[str, object] = {"steps": self.search.steps}
         report = self._report
@@ -204,7 +204,7 @@ class BeamGroup:
         )
 
     def _answer(self, hypothesis: Hypothesis) -> HypothesisAnswer:
-        stop, described = self._of_group.described(hypothesis)
+        stop, described = self._group_search.described(hypothesis)
         beam = {
             "score": hypothesis.score,
             "cumulative_logprob": sum(hypothesis.logprobs),

@@ -151,17 +151,19 @@ class BeamGroups:
         spec, rules = beam_spec(params), self._rules(request)
         max_new_tokens = min(request.max_tokens, engine.max_model_len - len(prompt))
         settings = search_settings(params, spec, max_new_tokens)
-        of_group: GroupSearch
+        group_search: GroupSearch
         if spec.constraint is None:
             model_config = self._scheduler.vllm_config.model_config
             find_stop_string = make_stop_string_finder(model_config, params)
-            of_group = TokenSearch(
+            group_search = TokenSearch(
                 settings, params, prompt, engine.vocab_size, find_stop_string, rules
             )
         else:
-            of_group = spec.constraint.start(self._opened[type(spec.constraint)], params, settings)
+            group_search = spec.constraint.start(
+                self._opened[type(spec.constraint)], params, settings
+            )
         current_step, block_size = self._scheduler.current_step, self._scheduler.block_size
-        group = BeamGroup(request, spec.n, of_group, engine, current_step, rules)
+        group = BeamGroup(request, spec.n, group_search, engine, current_step, rules)
         sizes = group.beam_width, block_size, engine.num_blocks
         check_blocks(group.min_blocks, len(prompt), *sizes)
         return group
