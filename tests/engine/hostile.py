@@ -287,7 +287,7 @@ def server_options(folder: Path) -> list[str]:
     (folder / "store").mkdir()
     speculation = {
         **{"num_speculative_tokens": 16, "trace_path": str(folder / "traces")},
-        **{"store_path": str(folder / "store"), "recycle": True},
+        **{"store_path": str(folder / "store"), "recycle": True, "node_budget": "fixed"},
     }
     return [
         *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--max-num-seqs", "32"),

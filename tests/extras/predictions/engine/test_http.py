@@ -166,7 +166,6 @@ def test_predictions_are_counted(answers):
     accepted = [counts.accepted_prediction_tokens for counts in details]
     rejected = [counts.rejected_prediction_tokens for counts in details]
     whole, parts, other, several, chats, streamed, completion, *streamed_completions = accepted
-    # The budget leaves some drafts out, by the time that they take.
     assert min(whole, parts, streamed, several, chats) > 20
     assert other < 5
     assert min(completion, *streamed_completions) > 20
