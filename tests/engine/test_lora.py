@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.engine.beam.lora import RANK, make_adapters
+from tests.engine.beam.lora import make_adapters
 from tests.engine.compare import accepted_tokens, differences, speculation, tell_oracle
 from tests.engine.drafters import HiddenStateDrafter
 from tests.engine.prompts import prompts
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("test_drafters")
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
     """An adapter for each request, or none."""
-    assert LORA["max_lora_rank"] >= RANK
     made = [None, *make_adapters(tmp_path_factory.mktemp("adapters"), 3)]
     return [made[i % len(made)] for i in range(COUNT)]
 

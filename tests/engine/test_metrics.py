@@ -96,13 +96,18 @@ def test_vllms_own_acceptance_by_position(traffic):
 
 
 def test_times_are_those_of_the_worker(traffic):
-    llm, _ = traffic
+    llm, outputs = traffic
     trees, waiting = trees_of(llm), pending(llm)
     assert trees.totals.drafting_seconds == pytest.approx(trees.guard.seconds, rel=0.01)
     for name in ("drafting_seconds", "verification_seconds"):
         counted = seconds(f"vllm:trie_{name}") + getattr(waiting, name)
         assert counted == pytest.approx(getattr(trees.totals, name)), name
-    assert 0 < seconds("vllm:trie_overhead_seconds") < 100
+    overhead = trees.totals.preparation_seconds + trees.totals.bookkeeping_seconds
+    counted = waiting.preparation_seconds + waiting.bookkeeping_seconds
+    assert counted + seconds("vllm:trie_overhead_seconds") == pytest.approx(overhead)
+    begun = min(output.metrics.scheduled_ts for output in outputs)
+    whole = max(output.metrics.last_token_ts for output in outputs) - begun
+    assert 0.002 < overhead / whole < 1
 
 
 def test_labels(traffic):
