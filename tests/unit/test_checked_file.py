@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit import numbers_file
 from tests.unit.numbers_file import FORMAT
-from vllm_trie.files.checked_file import PREFIX
+from vllm_trie.files.checked_file import PREFIX, CheckedFormat
 
 
 @pytest.fixture
@@ -32,6 +34,27 @@ def refusal(path: Path, content: bytes | None = None) -> str:
     return str(refused.value)
 
 
+def test_a_write_that_fails_leaves_what_another_has_written_meanwhile(path):
+    def body() -> Iterator[bytes]:
+        yield bytes(8)
+        numbers_file.write(path, 3)
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        FORMAT.write(path, numbers_file.Header(count=2), body())
+    assert [*path.parent.iterdir()] == [path]
+    assert numbers_file.read(path) == [0, 1, 2]
+
+
+def test_files_have_the_mode_of_others(path):
+    umask = os.umask(0o027)
+    try:
+        numbers_file.write(path, 2)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
 def test_every_truncation_is_noticed(path):
     content = path.read_bytes()
     for size in [*range(0, 200), *range(200, len(content), 97), len(content) - 1]:
@@ -46,7 +69,10 @@ def test_every_changed_byte_is_noticed(path, data):
     content = bytearray(path.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
-    refusal(path.with_suffix(".changed"), bytes(content))
+    changed = path.with_suffix(".changed")
+    refusal(changed, bytes(content))
+    with pytest.raises(FORMAT.error):
+        FORMAT.read(changed, check=False)  # as it is not the copy of another process
 
 
 def test_missing_foreign_and_newer_files(path):
@@ -60,13 +86,14 @@ def test_missing_foreign_and_newer_files(path):
         assert "it is not a" in refusal(path, other)
 
 
-def test_a_file_that_may_not_be_looked_for(path, monkeypatch):
+@pytest.mark.parametrize("step", ["pathlib.Path.stat", f"{CheckedFormat.__module__}.sealed_copy"])
+def test_a_file_that_may_not_be_looked_for_or_copied(path, monkeypatch, step):
     def fail(self: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.stat", fail)
+    monkeypatch.setattr(step, fail)
     with pytest.raises(FORMAT.error, match="Permission denied"):
-        FORMAT.read_header(path)
+        numbers_file.read(path)
 
 
 def test_a_large_header_is_not_read(path):

@@ -47,8 +47,15 @@ def test_content_in_use_stays(tmp_path, damage, caplog, monkeypatch):
     monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     path = numbers_file.write(tmp_path / "file", 3000)
     whole = path.read_bytes()
+    opening, waits = threading.Lock(), []
+
+    def open_alone(path: Path) -> Callable[[], Any]:
+        waits.append(opening.locked())
+        with opening:
+            return open_numbers(path)
+
     with caplog.at_level(logging.INFO, logger="vllm_trie.files.watched_file"):
-        watched = WatchedFile(path, open_numbers, "the file")
+        watched = WatchedFile(path, open_alone, "the file")
         expected = watched.latest()()
         for _ in range(40):
             damage(path, whole)
@@ -66,6 +73,7 @@ def test_content_in_use_stays(tmp_path, damage, caplog, monkeypatch):
         while "was replaced" not in caplog.text and time.monotonic() < deadline:
             assert watched.latest()() == expected
         assert "was replaced" in caplog.text
+    assert not any(waits), "versions were opened at the same time"
 
 
 def test_a_file_that_is_complete_again_is_taken_up(tmp_path, monkeypatch):
@@ -94,15 +102,20 @@ def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch, 
     path = numbers_file.write(tmp_path / "file", 3000)
     watched = WatchedFile(path, numbers_file.read, "the file")
     numbers_file.write(tmp_path / "other", 2).replace(path)
-    now = time.monotonic()
+    now, reasons = time.monotonic(), ["denied", "denied", "stale", "stale"]
+
+    def fail(*_: object) -> None:
+        raise OSError(116, reasons.pop())
+
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with monkeypatch.context() as patch:
-        for reason in ("stale", "stale", "denied", "denied"):
-            error = OSError(116, reason)
-            patch.setattr(Path, "open", lambda *_, e=error, **__: (_ for _ in ()).throw(e))
+        patch.setattr(Path, "open", fail)
+        for left in (3, 2, 1, 0):
             watched.latest()
             watched._thread.join()
             assert len(watched.latest()) == 3000
+            watched._thread.join()
+            assert len(reasons) == left
             now += 11
     records = [r for r in dict.fromkeys(caplog.records) if r.levelno > logging.DEBUG]
     assert [record.levelname for record in records] == ["ERROR"] * 2

@@ -91,6 +91,8 @@ def test_the_drafter_reads_it(path):
 def test_tokenizer_and_vocabulary_must_fit(path):
     with pytest.raises(CorpusError, match="another tokenizer"):
         open_corpus(path, tokenizer=fingerprint({"a": 0}))
+    written_before = hashlib.sha256(b"0:1:b\n1:1:a\n").hexdigest()
+    assert fingerprint({"a": 1, "b": 0}) == written_before, "earlier files fit no more"
     with pytest.raises(CorpusError, match="its vocabulary has 26 tokens, the model's has 25"):
         open_corpus(path, vocab_size=25)
 

@@ -44,24 +44,6 @@ def test_a_version_of_another_tokenizer_is_refused(tmp_path, caplog):
     assert "it was built with another tokenizer than the first version" in caplog.text
 
 
-def test_a_version_that_cannot_be_opened_is_tried_once(tmp_path, monkeypatch):
-    path = write(tmp_path / "items", {(1, 2): 5})
-    catalogues = Catalogues({"a": path}, vocab_size=9)
-    first = catalogues.latest("a")
-    calls = []
-
-    def fail(*arguments: object) -> None:
-        calls.append(arguments)
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(module, "open_items", fail)
-    os.utime(path, ns=(1, 1))
-    for _ in range(5):
-        assert catalogues.latest("a") is first
-        catalogues._files["a"]._thread.join()
-    assert len(calls) == 1
-
-
 def test_requests_do_not_look_at_the_file_each(tmp_path, monkeypatch):
     """It may be on a network, and both processes look at it where they must not wait."""
     monkeypatch.setattr(watched_file, "INTERVAL", 1e9)
@@ -101,6 +83,8 @@ def test_workers_hold_two_versions(tmp_path):
         assert search._trie(kept).values.tolist() == trie.values.tolist()
         (versions,) = kept.values()
         assert len(versions) <= 2
+    elsewhere = search._replace(memory="/nowhere")  # on another host
+    assert elsewhere._trie({}).version == trie.version
 
 
 def test_equal_rules_are_looked_up_once(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 
 import numpy as np
@@ -70,7 +69,6 @@ def test_built_trie_holds_exactly_the_items(tmp_path, monkeypatch, text_ids):
     items = random_items(1, 3000, vocab=9)
     trie = trie_of(tmp_path / "items.trie", items, text_ids)
     check_equal(trie, {k: f"item {i}" for k, i in items.items()} if text_ids else items)
-    assert [path.name for path in tmp_path.iterdir() if path.suffix == ""] == []
 
 
 def test_tokens_of_all_sizes_keep_their_order(tmp_path):
@@ -176,21 +174,6 @@ def test_empty_and_foreign_sources(tmp_path):
     (tmp_path / "items.npy").write_text("not an array")
     with pytest.raises(ItemsError, match="cannot be read as a NumPy array"):
         list(read_items(tmp_path / "items.npy"))
-
-
-def test_an_older_file_stays_until_the_new_one_is_complete(path):
-    before = path.read_bytes()
-    trie = open_items(path)
-    wrong = path.with_suffix(".jsonl")
-    wrong.write_text('{"id": 1, "tokens": [1]}\n{"id": 1, "tokens": [1]}\n')
-    with pytest.raises(ItemsError):
-        build_items(path, read_items(wrong))
-    assert path.read_bytes() == before
-    os.truncate(path, 0)
-    check_equal(trie, SMALL)  # still in memory
-    write(path, {(9,): 1})
-    check_equal(trie, SMALL)
-    check_equal(open_items(path), {(9,): 1})
 
 
 # -- the file --------------------------------------------------------------------------------------

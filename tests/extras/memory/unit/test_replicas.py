@@ -263,6 +263,18 @@ def test_an_address_that_cannot_be_one(url, said):
         connect(url)
 
 
+def test_salts_in_use_are_heard(server, join, monkeypatch):
+    monkeypatch.setattr(replicas, "MAX_STREAMS", 2)
+    replica = join(server.url)
+    for salt in (b"a", b"b", b"a", b"c"):
+        replica.listen(salt)
+    assert [*replica._salts.values()] == [b"a", b"c"]
+    # What was read before all was forgotten comes too late.
+    replica.forget()
+    replica._move(replica._stream(b"a"), b"0-0", b"9-9", [text(0)])
+    assert not replica.receive(1000)
+
+
 @pytest.mark.parametrize("hours", [-1, 0, 1])
 def test_what_was_published_before_is_forgotten(server, join, monkeypatch, hours):
     """Whatever this machine's clock says; streams of salts that come later included."""

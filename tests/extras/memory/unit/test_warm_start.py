@@ -169,6 +169,10 @@ def test_a_last_save_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_next_save", 0.0)
     end_step(saving)
     assert begun.wait(30.0)
+    job = saving._job
+    monkeypatch.setattr(saving, "_next_save", 0.0)
+    end_step(saving)
+    assert saving._job is job, "a thread for each interval"
     saving.closed()
     assert [*tmp_path.glob("*.store")] == []
     go_on.set()
