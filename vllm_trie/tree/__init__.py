@@ -1,7 +1,7 @@
 """Token trees: data structure, node order and greedy verification, in NumPy and a compiled core."""
 
 from vllm_trie.tree.batch import accept_all, accept_greedy, check_all, place, select_all
-from vllm_trie.tree.layout import depth_first_layout, depth_first_order, is_prefix
+from vllm_trie.tree.layout import depth_first_layout, depth_first_order
 from vllm_trie.tree.token_tree import ROOT, MalformedTreeError, TokenTree, words_per_node
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "check_all",
     "depth_first_layout",
     "depth_first_order",
-    "is_prefix",
     "place",
     "select_all",
     "words_per_node",

@@ -40,12 +40,3 @@ def depth_first_layout(tree: TokenTree) -> TokenTree:
     new_index[order] = np.arange(tree.num_nodes, dtype=np.int32)
     new_index[-1] = -1
     return tree.select(order, new_index[tree.parents[order]])
-
-
-def is_prefix(prefix: TokenTree, tree: TokenTree) -> bool:
-    """Return whether the first nodes of `tree` are those of `prefix`, in the same order."""
-    size = prefix.num_nodes
-    return prefix is tree or (
-        np.array_equal(prefix.token_ids, tree.token_ids[:size])
-        and np.array_equal(prefix.parents, tree.parents[:size])
-    )

@@ -72,6 +72,7 @@ class Decoding:
             **{"max_nodes": self.drafter.context.num_nodes, **limits},
         )
         [self.tree] = self.drafter.propose([request])
+        request.token_ids[:] = 0  # a row of the batch, which others take
         self.tree.validate(self.drafter.context.vocab_size, request.max_nodes)
         if self.tree.num_nodes:
             assert self.tree.depths().max() <= request.max_depth

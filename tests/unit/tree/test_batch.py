@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.strategies import VOCAB, WRONG_TREES, flags, token_trees
-from vllm_trie.tree import TokenTree, accept_all, accept_greedy, check_all, place, select_all
+from vllm_trie.tree import (
+    MalformedTreeError,
+    TokenTree,
+    accept_all,
+    accept_greedy,
+    check_all,
+    place,
+    select_all,
+)
 
 
 def batches(with_probabilities: bool) -> st.SearchStrategy[list[TokenTree]]:
@@ -84,6 +92,7 @@ def test_a_batch_is_worked_on_as_its_trees_are(trees, data):
     [
         *(TokenTree.from_lists(*lists) for *lists, _ in WRONG_TREES),
         TokenTree(np.array([1], dtype=np.int64), np.array([-1], dtype=np.int32)),
+        replace(TokenTree.from_lists([1], [-1]), probabilities=np.array([0.5])),
         replace(TokenTree.from_lists([1], [-1]), never_accept=np.array([True])),
     ],
 )
@@ -92,6 +101,29 @@ def test_a_batch_with_a_doubtful_tree_is_looked_at_one_by_one(tree):
     good = TokenTree.from_lists([3], [-1], [0.5] if with_probabilities else None)
     assert check_all([tree], VOCAB, copies=True) is None
     assert check_all([good, tree], VOCAB, copies=False) is None
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-1, 4),
+            st.integers(-2, 3),
+            st.sampled_from([-0.1, 0.0, 0.3, 0.5, 1.0, 1.5, float("nan")]),
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_a_batch_is_sound_where_its_trees_are(nodes, has_probabilities):
+    probabilities = [p for *_, p in nodes] if has_probabilities else None
+    tree = TokenTree.from_lists([t for t, *_ in nodes], [p for _, p, _ in nodes], probabilities)
+    good = TokenTree.from_lists([3], [-1], [0.5] if has_probabilities else None)
+    is_sound = check_all([good, tree, good], 4, copies=False) is not None
+    try:
+        tree.validate(4, max_nodes=4)
+        assert is_sound
+    except MalformedTreeError:
+        assert not is_sound
 
 
 def test_arrays_of_two_dimensions_are_looked_at_one_by_one():
@@ -105,6 +137,8 @@ def test_the_nodes_that_are_kept_form_the_same_trees(trees, data):
     trees = [tree for tree in trees if tree.num_nodes]
     if not trees:
         return
+    never = flags(data.draw, trees[-1].num_nodes)
+    trees[-1] = replace(trees[-1], never_accept=never if data.draw(st.booleans()) else None)
     least = data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]))
     keep = [tree.probabilities >= least for tree in trees]
     selected = select_all(trees, np.concatenate(keep))
@@ -117,3 +151,5 @@ def test_the_nodes_that_are_kept_form_the_same_trees(trees, data):
         ]
         if len(nodes):
             assert selected_tree.probabilities.tolist() == tree.probabilities[nodes].tolist()
+            if tree.never_accept is not None:
+                assert selected_tree.never_accept.tolist() == tree.never_accept[nodes].tolist()

@@ -20,7 +20,7 @@ from vllm_trie.extras.lookahead.candidates import CandidateTrie
 from vllm_trie.extras.lookahead.options import LookaheadOptions, Shape, fit
 from vllm_trie.extras.lookahead.pool import CONTEXT_LEN, NgramPool
 from vllm_trie.extras.lookahead.window import Window
-from vllm_trie.tree import TokenTree, is_prefix
+from vllm_trie.tree import TokenTree
 
 
 class _State:
@@ -33,7 +33,7 @@ class _State:
     """
 
     def __init__(self, request: DraftRequest, shape: Shape, options: LookaheadOptions) -> None:
-        prompt = request.token_ids[: max(request.num_prompt_tokens, 1)]
+        prompt = request.token_ids[: request.num_prompt_tokens]
         # The same tokens on every rank, and for a request that starts again.
         rng = random.Random(zlib.crc32(np.ascontiguousarray(prompt).tobytes()))
         num_tokens = Window.start_size(shape.window_size, shape.ngram_size)
@@ -117,8 +117,8 @@ class LookaheadDrafter(Drafter):
         if (
             proposed is None
             or argmax is None
-            or step.tree.num_nodes != proposed.num_nodes
-            or not is_prefix(step.tree, proposed)
+            or not np.array_equal(step.tree.token_ids, proposed.token_ids)
+            or not np.array_equal(step.tree.parents, proposed.parents)
         ):
             return
         first = proposed.num_nodes - window.num_nodes
@@ -128,4 +128,3 @@ class LookaheadDrafter(Drafter):
             return
         for first_token, *rest in window.advance(int(state.seen[-1]), results):
             state.pool.add(first_token, tuple(rest))
-        state.proposed = None

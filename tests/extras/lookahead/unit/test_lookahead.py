@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.extras.lookahead.unit.reference import TwoBranchDecoder
-from tests.unit.drafters.decoding import Decoding, toy_target, verify
+from tests.unit.drafters.decoding import Decoding, toy_target
 from tests.unit.drafters.support import end, make_context, make_request
 from vllm_trie.drafts import VerifiedStep
 from vllm_trie.extras.lookahead import LookaheadDrafter, LookaheadOptions
@@ -88,7 +89,7 @@ def test_a_window_that_was_not_verified_stays(lost):
         "cut": VerifiedStep(step.tree.prefix(20), step.accepted, step.node_argmax[:21]),
         "none": None,
         "unknown": step._replace(node_argmax=unknown),
-        "other": verify(step.tree.prefix(0), decoding.tokens, decoding.target),
+        "other": step._replace(tree=replace(step.tree, token_ids=step.tree.token_ids + 1)),
     }[lost]
     before = window.token_ids
     decoding.step()

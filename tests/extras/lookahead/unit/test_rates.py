@@ -18,8 +18,9 @@ def test_better_candidates_are_likelier():
 
 
 def test_a_path_has_the_product_of_its_tokens():
-    trie = CandidateTrie([Candidate((1, 2), 3), Candidate((1, 4), 2)], 2)
+    candidates = [Candidate((1, 2), 3), Candidate((1, 4), 2), Candidate((5,), 2)]
+    trie = CandidateTrie(candidates, 2)
     first, second = acceptance_rate(0, 3, 0, 3), acceptance_rate(0, 3, 1, 3)
-    branched = acceptance_rate(1, 2, 1, 3)
-    assert trie.token_ids == [1, 2, 4]
-    assert trie.probabilities == pytest.approx([first, first * second, first * branched])
+    branched, other = acceptance_rate(1, 2, 1, 3), acceptance_rate(1, 2, 0, 3)
+    assert trie.token_ids == [1, 2, 4, 5]
+    assert trie.probabilities == pytest.approx([first, first * second, first * branched, other])
