@@ -354,6 +354,7 @@ class Simulation:
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
             log_stats=True,
+            include_finished_set=True,
         )
         groups = self.scheduler.beam_groups
         on_device = asynchronous == "device"
@@ -365,6 +366,7 @@ class Simulation:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: dict[str, Finished] = {}
         self.open: set[str] = set()
+        self.unreported: set[str] = set()  # that clients have not been told to forget
         self.peak_blocks = 0
         self._clock = 0.0
         self._adapters = cycle(
@@ -409,6 +411,7 @@ class Simulation:
     ) -> None:
         params._eos_token_id = None if params.ignore_eos else EOS
         self.open.add(request_id)
+        self.unreported.add(request_id)
         self.scheduler.add_request(
             Request(
                 request_id,
@@ -445,6 +448,7 @@ class Simulation:
                 return
         output, result = self._queue.popleft()
         for outputs in self.scheduler.update_from_output(output, result).values():
+            self.unreported -= outputs.finished_requests or set()
             for request_output in outputs.outputs:
                 self._take(request_output)
         self.scheduler.check_integrity()
@@ -491,6 +495,7 @@ class Simulation:
         assert not manager.num_cached_block
         assert not manager._pending_cow_copies
         assert scheduler.max_num_active_reqs == scheduler.beam_groups.admission.slots
+        assert not self.unreported
         assert not self.worker.requests
         assert not self.worker.chains
 

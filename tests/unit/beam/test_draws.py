@@ -33,6 +33,8 @@ def run_drawn(
         drawn = launch_draws(
             logits, search.totals, search_settings.num_candidates, rules, draws
         ).fetch()
+        places = [*zip(drawn.rows.tolist(), (-drawn.logprobs).tolist(), strict=True)]
+        assert places == sorted(places)
         rows = extended(rows, search.advance(drawn))
     return search
 
@@ -67,7 +69,7 @@ def test_distribution(width, temperature):
 
 def test_a_search_is_reproducible_and_its_steps_differ():
     model = random_model(4)
-    search_settings = SearchSettings(4, 5, do_sample=True, seed=11)
+    search_settings = SearchSettings(7, 5, do_sample=True, seed=11)  # more than the first row has
     first, second = (
         run_drawn(model, search_settings).hypotheses(),
         run_drawn(model, search_settings).hypotheses(),

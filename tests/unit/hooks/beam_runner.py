@@ -58,10 +58,12 @@ class BeamRunner:
         for cache in {cache.data_ptr(): cache for cache in self.kv_caches}.values():
             cache[copies[1]] = cache[copies[0]]
 
-    def begin_step(self, steps: Sequence[BeamStep], selections: Sequence[Any]) -> list[str]:
+    def begin_step(
+        self, steps: Sequence[BeamStep], selections: Sequence[Any], ended: Sequence[str] = ()
+    ) -> list[str]:
         """Take a step's beams in; return their names in the order of the batch."""
         step: Any = SimpleNamespace(
-            finished_req_ids=set(),
+            finished_req_ids={*ended},
             scheduled_new_reqs=[],
             num_scheduled_tokens={},
             kv_cache_block_copies=None,

@@ -229,6 +229,9 @@ def test_the_device_makes_the_transitions_of_searches(
                 if not search.search.done:
                     assert all(map(np.array_equal, candidates[search.name], search.expected))
         elif number > 3:
+            runner.begin_step([], [], [search.name for _, search in waiting])
+            assert not runner.beams.selector.parts.beams
+            assert not runner.beams._groups
             return
 
 

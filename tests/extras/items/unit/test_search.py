@@ -31,7 +31,7 @@ from vllm_trie.searches.engine.worker.selection import Selector
 
 EOS = 0
 VOCAB = 9
-RULES = [Rules(deny_prefixes=[[3], [1, 2]]), Rules(allow_items=range(999, 1050))]
+RULES = [Rules(deny_prefixes=[[3], [1, 2]]), Rules(allow_items=range(999, 1050)), Rules([])]
 
 
 def run_items(
@@ -116,6 +116,9 @@ def test_equals_reference(
         lambda rows: torch.from_numpy(np.stack([model(row) for row in rows])),
         trie, search_settings, eos, normalize, weight_factor,
     )  # fmt: skip
+    item_ids = catalogues[number][1].items.values()  # those that rules exclude, too
+    most_added = max(weight_factor * weight_of(item_id) for item_id in item_ids)
+    assert search.search.settings.most_added == pytest.approx(most_added)
     hypotheses = search.hypotheses()
     outcome = None
     if eos is None:

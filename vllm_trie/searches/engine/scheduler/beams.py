@@ -294,7 +294,6 @@ class GroupBeams:
             lora_request=request.lora_request,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            trace_headers=request.trace_headers,
         )
         proxy.block_hashes = request.block_hashes
         proxy.search_id, proxy.beams = request.request_id, self
