@@ -45,6 +45,7 @@ def compiled(grammar: object) -> Any:
         ([request(251)], [20] * 6),  # plain vLLM splits it, too
         ([request(1000, num_cached=960)], [35] * 6),
         ([request(200, num_computed_tokens=160)], [35] * 6),  # loaded
+        ([request(1000, num_computed_tokens=40, num_cached=960)], [20] * 6),  # no further look-up
         ([request(30)] * 4, [31] * 6),  # two start
         ([request(200, status=RequestStatus.WAITING_FOR_REMOTE_KVS)], [40] * 6),
         ([compiled(None)], [40] * 6),
@@ -74,6 +75,7 @@ def test_a_prefill_under_way_gets_its_tokens():
 def test_a_prompt_without_memory_takes_no_room():
     running = [request(120, draft=40, num_computed_tokens=119) for _ in range(6)]
     assert drafts_left(running, [request(200)], num_blocks=12) == [40] * 6
+    assert drafts_left(running, [request(100), request(100)], num_blocks=12) == [25] * 6
     assert drafts_left(running, [request(200)], num_blocks=13) == [8] * 6
 
 

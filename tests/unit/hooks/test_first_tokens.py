@@ -26,6 +26,7 @@ def steps(monkeypatch):
         places: int = 8,
         kind: RequestOutputKind = RequestOutputKind.DELTA,
         is_on_v2: bool = False,
+        num_plain: int = 0,
     ) -> list[int]:
         waiting = SimpleNamespace(sampling_params=SamplingParams(output_kind=kind))
         scheduler: Any = SimpleNamespace(
@@ -36,9 +37,9 @@ def steps(monkeypatch):
             vllm_config=None,
         )
         changes, draft_counts = NextDrafts(scheduler), []
-        for _ in range(number):
+        for step in range(number):
             for request in scheduler.running:
-                request.spec_token_ids = [1, 2, 3]
+                request.spec_token_ids = [1, 2, 3] if step >= num_plain else []
             changes.change()
             draft_counts.append(sum(len(request.spec_token_ids) for request in scheduler.running))
         return draft_counts
@@ -62,6 +63,7 @@ def test_drafts_stay_in_most_steps_under_load(steps):
     draft_counts = steps(800, num_waiting=1)
     assert draft_counts[: int(MOST_GIVING)] == [0] * int(MOST_GIVING)
     assert draft_counts.count(0) == pytest.approx(MOST_GIVING + 800 * GIVING_SHARE, abs=1)
+    assert sum(steps(54, num_waiting=1, num_plain=50)) == 0  # those had none that could give way
 
 
 def test_drafts_stay_where_the_worker_has_them_already(steps):

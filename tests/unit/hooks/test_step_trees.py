@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,27 @@ def test_trees_of_requests_outside_the_batch_stay():
     trees = verifier()
     step = trees.begin_step(["a", "b"], {}, 9, [0, 1], 0.0)
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
-    draft = trees.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
+    drafted = trees.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
+    assert trees.clock._ended > 0.0, "drafting counts as time of the next step"
+    draft = drafted.copy()
+    drafted.clear()  # as vLLM may
     trees.end_step(trees.begin_step(["b"], {}, 1, [0], 0.0), [[3]])
     step = trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, [0, 5], 0.0)
     assert [tree.is_chain for tree in step.trees] == [False, True]
+
+
+def test_of_a_step_that_has_ended_little_is_left():
+    """Its duration only where it has no prefill."""
+    trees = verifier(NodeBudget())
+    for num_tokens in (9, 1):
+        step = trees.begin_step(["a"], {}, num_tokens, [0], 1.0)
+        step.ended, step.tree_batch = 2.0, SimpleNamespace()
+        trees.stats.count("a", {"kind": 1})
+        trees.end_step(step, [[3]])
+        assert step.tree_batch is None
+    trees.take_stats()
+    assert (trees.totals.steps, trees.totals.of_requests) == (2, {})
+    assert [*trees.budget.cost._expected] == [1]
 
 
 def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch):

@@ -111,8 +111,8 @@ class _Prediction:
     def _find(self, output: np.ndarray) -> None:
         """Find the position again: the longest match of the output's end, of equals the nearest."""
         ends = np.flatnonzero(self.tokens == output[-1])
-        start = min(int(ends.searchsorted(self.position)), len(ends) - MOST_POSITIONS // 2)
-        positions = ends[max(start - MOST_POSITIONS // 2, 0) :][:MOST_POSITIONS] + 1
+        start = max(int(ends.searchsorted(self.position)) - MOST_POSITIONS // 2, 0)
+        positions = ends[start : start + MOST_POSITIONS] + 1
         if not len(positions):
             return
         matches = _match_lengths(self.tokens, positions, output)

@@ -108,6 +108,7 @@ def test_names_and_quotes_are_drafted_to_the_next_choice(backend):
     # `certainly` or `never`, and any number: nothing is forced, and the request took neither yet.
     setting.request.request_id = "b"
     assert setting.draft_after('{"description":"') == ""
+    assert setting.draft_after('{"description":', draft='"') == '"'
     assert setting.draft_after('{"description":"never","count":1') == ""
 
 
@@ -188,3 +189,8 @@ def test_an_error_ends_the_extension_of_one_request(method, monkeypatch, caplog)
     assert caplog.text.count("no forced tokens are drafted for request a") >= 1
     monkeypatch.undo()
     assert setting.grammar.validate_tokens(draft) == draft
+    setting.scheduler.running.remove(setting.request)
+    setting.forced.extend_drafts()
+    setting.scheduler.running.append(setting.request)
+    setting.forced.extend_drafts()
+    assert len(setting.request.spec_token_ids) > len(draft), "another one of that id is tried"

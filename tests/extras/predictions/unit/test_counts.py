@@ -22,6 +22,7 @@ from vllm_trie.extras.predictions import counts as module
 from vllm_trie.extras.predictions.counts import CARRIED, COUNTS
 from vllm_trie.extras.predictions.source import PREDICTION
 from vllm_trie.hooks import ledger
+from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats
 
 TOKENS = tokenizer().encode("def count_words(lines):")
 
@@ -73,6 +74,23 @@ def test_an_answer_with_drafts():
     [result] = request.step(TOKENS[4:], None, ends=True)
     assert counts_of(result) == (2, 6)
     assert result.kv_transfer_params is None
+
+
+def test_counts_of_all_steps_travel_next_to_what_outputs_have():
+    scheduler: Any = SimpleNamespace(requests={"a": SimpleNamespace()})
+    sent = []
+    for counts in ((1, 2), (3, 4)):
+        of_step = dict(zip(COUNTS, counts, strict=True))
+        report = TreeStats(of_requests={"a": of_step, "aborted": of_step})
+        output = EngineCoreOutput("a", [5], kv_transfer_params={"remote": 1})
+        module.update_from_output(
+            lambda *_, output=output: {0: SimpleNamespace(outputs=[output])},
+            *(scheduler, None, SimpleNamespace(**{STATS_ATTRIBUTE: report})),
+        )
+        assert not report.of_requests
+        sent.append(output.kv_transfer_params)
+    expected = [dict(zip(COUNTS, counts, strict=True)) for counts in ((1, 2), (4, 6))]
+    assert sent == [{"remote": 1, CARRIED: counts} for counts in expected]
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)

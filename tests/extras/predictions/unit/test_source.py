@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from vllm_trie.tree import TokenTree
 
 NODES = 16
 PROMPT = [7, 8, 9]
+WINDOW = replace(TokenTree.from_lists([3, 3], [-1, -1]), never_accept=np.ones(2, dtype=bool))
+"""Of the drafter; it goes with no other nodes."""
 
 
 def asking(name: str, text: list[int], packed: bytes) -> DraftRequest:
@@ -35,9 +38,11 @@ def decode(
     done, steps, stats = 1, 1, TreeStats()  # the prefill samples the first token
     packed = np.array(prediction, dtype=np.int32).tobytes()
     while done < len(text):
-        (tree,) = predictions.extend([asking(name, text[:done], packed)], [TokenTree.empty()])
+        (tree,) = predictions.extend([asking(name, text[:done], packed)], [WINDOW])
+        tree.validate(100, NODES)
         path = tree.path_of(text[done:])
-        predictions.ended(TreeStep([name], [tree], accepted=[path]), [[]], stats)
+        for _ in range(2):  # a draft counts in one step
+            predictions.ended(TreeStep([name], [tree], accepted=[path]), [[]], stats)
         done += len(path) + 1
         steps += 1
     assert stats.of_requests.get(name, {}) == stats.counts
