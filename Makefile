@@ -23,7 +23,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Without compiled files on disk, each process spends 20 s in the compiler to import vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test unit lint format docs docs-tools test-tools bench bench-gpu dist lock clean
+.PHONY: help venv demo test unit lint format docs docs-tools test-tools bench dist lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,11 +80,6 @@ bench: venv ## run the benchmarks; results go to .bench/*.json
 			echo "== $$name skipped: SPEC_BENCH_QUESTIONS is not set"; continue; fi; \
 		echo "== $$name"; \
 		$(BIN)/python "$$script" --json ".bench/$$name.json" $(ARGS); done
-
-# The GPU's environment is the user's: vLLM's CUDA build and this project, found by GPU_PYTHON.
-GPU_PYTHON ?= python3
-bench-gpu: ## benchmarks on an NVIDIA GPU: MODEL=... (random weights if left out); see .bench/gpu
-	@$(GPU_PYTHON) benchmarks/support/bench_gpu.py --out .bench/gpu --model "$(MODEL)" $(ARGS)
 
 # The wheel's tag is checked: its cores may use no symbol that manylinux_2_28 lacks.
 dist: venv ## build the source distribution and the wheel with compiled kernels into dist/

@@ -315,8 +315,6 @@ def main() -> None:
     options = _options()
     local_engine.set_environment(options.verbose)
     check_device(options.device)
-    if options.load_format == "dummy":  # Hugging Face would want weights
-        options.methods = [name for name in options.methods if name != "hf"]
     if options.model is None:
         from vllm_trie.lab.tiny_model import model_path
 

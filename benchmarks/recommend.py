@@ -135,7 +135,8 @@ class Bench:
         most = max(options.widths) * max(options.concurrency)
         self._llm = LLM(
             write_model(folder, options.shape),
-            **settings | {"load_format": "dummy"},
+            **settings,
+            load_format="dummy",
             max_model_len=CODEBOOKS * options.history + 64,
             max_num_seqs=most,
             max_logprobs=2 * max(options.widths),

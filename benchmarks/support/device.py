@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 CUDA_OPTIONS: dict[str, Any] = {
@@ -16,38 +13,15 @@ CUDA_OPTIONS: dict[str, Any] = {
     # share is free before it starts one.
     "gpu_memory_utilization": 0.05,
 }
-DUMMY_SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "vocab_size": 128_256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": 0,
-    "dtype": "bfloat16",
-}
-"""Hugging Face's configuration of Llama 3 8B."""
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--device` and `--load-format`."""
+    """Add `--device`."""
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
         help="cuda: vLLM's defaults on an NVIDIA GPU, with the plugin allowed there",
-    )
-    parser.add_argument(
-        "--load-format",
-        default="auto",
-        help="of vLLM; 'dummy' gives random weights: the cost of a step, not of a text",
     )
 
 
@@ -64,17 +38,4 @@ def check_device(device: str) -> None:
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of an engine on the device that the command line names."""
-    device = CUDA_OPTIONS if options.device == "cuda" else {}
-    return {**device, "load_format": options.load_format}
-
-
-def write_dummy_model(folder: Path) -> Path:
-    """Write a model without weights, for `--load-format dummy`: :data:`DUMMY_SHAPE` with the
-    tokenizer of the model that ships."""
-    from vllm_trie.lab.tiny_model import model_path
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(DUMMY_SHAPE, indent=1) + "\n", encoding="utf-8")
-    for path in model_path().glob("tokenizer*"):
-        shutil.copyfile(path, folder / path.name)
-    return folder
+    return dict(CUDA_OPTIONS) if options.device == "cuda" else {}

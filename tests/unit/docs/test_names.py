@@ -69,14 +69,6 @@ def _with_modules(script: Path) -> str:
     )
 
 
-def test_the_table_of_gpu_benchmarks_lists_those_that_run():
-    source = (ROOT / "benchmarks" / "support" / "bench_gpu.py").read_text()
-    listed = re.findall(
-        r"^\| `(\w+)\.txt` ", (ROOT / "benchmarks" / "gpu.md").read_text(), re.MULTILINE
-    )
-    assert listed == re.findall(r'Benchmark\(\n\s+"(\w+)"', source)
-
-
 @pytest.fixture(scope="module")
 def cli():
     """Each command of `vllm-trie` and its options."""
