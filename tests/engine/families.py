@@ -87,8 +87,7 @@ _LLAMA_4 = {
     "head_dim": 32,
 }
 _ROTARY = {"rope_theta": 10000.0}
-_DEFAULT_ROPE = {**_ROTARY, "rope_type": "default"}
-_MROPE = {**_DEFAULT_ROPE, "mrope_section": [4, 6, 6]}
+_MROPE = {**_ROTARY, "rope_type": "default", "mrope_section": [4, 6, 6]}
 _VISION = {
     "depth": 1,
     "num_heads": 2,
@@ -307,45 +306,6 @@ PARTIAL_TREES = [
 ]
 CHAINS = [name for name, family in FAMILIES.items() if family.drafts == "chain"]
 RECURRENT = [name for name, family in FAMILIES.items() if "recurrent" in family.reason]
-
-WITHOUT_A_CHECKPOINT: dict[str, Config] = {
-    "DeepSeek": {
-        "architectures": ["DeepseekForCausalLM"],
-        "model_type": "deepseek",
-        "hidden_act": "silu",
-        "moe_layer_freq": 1,
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": _DEFAULT_ROPE,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        **_SHARED_EXPERT,
-        **_SIZE,
-    },
-    "InternLM 2": {
-        "architectures": ["InternLM2ForCausalLM"],
-        "model_type": "internlm2",
-        "hidden_act": "silu",
-        "bias": False,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": _DEFAULT_ROPE,
-        "tie_word_embeddings": False,
-        **_SIZE,
-    },
-    "Llama 4 without chunks": {
-        "architectures": ["Llama4ForCausalLM"],
-        "model_type": "llama4_text",
-        "moe_layers": [1],
-        "no_rope_layers": [1, 0],
-        "attention_chunk_size": None,
-        **_LLAMA_4,
-        **_SIZE,
-    },
-}
-"""Families with trees whose weights Transformers cannot make: vLLM's class gets random ones."""
-
-UNKNOWN_TO_TRANSFORMERS = ("deepseek", "internlm2")
-"""Values of `model_type` whose configuration comes with the model."""
 
 _SCALED = {**_ROTARY, "factor": 4.0}
 _ORIGINAL = {"original_max_position_embeddings": 64}

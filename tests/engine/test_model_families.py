@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoConfig, PreTrainedConfig
 from vllm import SamplingParams
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from tests.engine.compare import (
     accepted_tokens,
@@ -22,15 +19,7 @@ from tests.engine.compare import (
     speculation,
     tell_oracle,
 )
-from tests.engine.families import (
-    FAMILIES,
-    TREES,
-    UNKNOWN_TO_TRANSFORMERS,
-    VARIANTS,
-    WITHOUT_A_CHECKPOINT,
-    write_config,
-    write_model,
-)
+from tests.engine.families import FAMILIES, TREES, VARIANTS, write_model
 
 pytestmark = pytest.mark.usefixtures("test_drafters", "inspect_models_here", "experts_group")
 
@@ -38,24 +27,12 @@ NUM_TOKENS = 40
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
 
 
-def random_weights(loader: Any, model: torch.nn.Module, model_config: Any) -> None:
-    """Fill in random weights; vLLM's dummy weights are too small for a telling output."""
-    torch.manual_seed(0)
-    for name, weight in model.named_parameters():
-        if weight.dim() >= 2:
-            torch.nn.init.normal_(weight.data, std=0.04 if "embed" in name else 0.25)
-        elif "norm" in name:
-            weight.data.fill_(1.0)
-        else:
-            torch.nn.init.normal_(weight.data, std=0.02)
-
-
 def chosen_prompts() -> list[dict[str, list[int]]]:
     rng = np.random.default_rng(0)
     return [{"prompt_token_ids": rng.integers(3, 128, 12 + i).tolist()} for i in range(6)]
 
 
-def check(engine: Any, model: str, **options: Any) -> None:
+def check(engine: Any, model: str) -> None:
     llm = engine(
         model=model,
         skip_tokenizer_init=True,
@@ -63,7 +40,6 @@ def check(engine: Any, model: str, **options: Any) -> None:
         kv_cache_memory_bytes=16 << 20,
         enable_prefix_caching=False,
         **speculation("test_oracle", 16),
-        **options,
     )
     plain = SamplingParams(**GREEDY, extra_args={"speculation": False})
     expected = generate(llm, chosen_prompts(), plain)
@@ -83,13 +59,3 @@ def test_greedy(engine, tmp_path, family):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(engine, tmp_path, variant):
     check(engine, write_model(tmp_path / "model", VARIANTS[variant]))
-
-
-@pytest.mark.parametrize("family", WITHOUT_A_CHECKPOINT)
-def test_without_a_checkpoint(engine, tmp_path, monkeypatch, family):
-    monkeypatch.setattr(DummyModelLoader, "load_weights", random_weights)
-    for name in UNKNOWN_TO_TRANSFORMERS:
-        config_class = type("TestConfig", (PreTrainedConfig,), {"model_type": name})
-        AutoConfig.register(name, config_class, exist_ok=True)
-    model = write_config(tmp_path / "model", WITHOUT_A_CHECKPOINT[family])
-    check(engine, model, load_format="dummy")
