@@ -367,6 +367,20 @@ def test_searches_start_by_what_they_soon_need(vllm_config, num_blocks, num_star
     simulation.check_clean()
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "limit", "num_started"), [(78, 1500, 1), (90, 1500, 2), (78, 110, 2)]
+)
+def test_search_is_expected_to_grow_as_long_again(vllm_config, num_blocks, limit, num_started):
+    """After 100 steps by 100, and not beyond its limit."""
+    simulation = Simulation(vllm_config, num_blocks=num_blocks)
+    simulation.add_beam("a", [5, 6, 7], 4, 4, max_tokens=limit, min_tokens=limit - 1)
+    for _ in range(100):
+        simulation.step()
+    simulation.add_beam("b", [5, 6, 7], 4, 4, max_tokens=limit)
+    simulation.step()
+    assert simulation.scheduler.beam_counters.groups == num_started
+
+
 @pytest.mark.parametrize("asynchronous", [False, "device"])
 def test_searches_that_outgrow_what_was_expected(vllm_config, asynchronous):
     simulation = Simulation(vllm_config, num_blocks=60, asynchronous=asynchronous)
