@@ -96,6 +96,7 @@ def test_rejected_nodes_are_forgotten_with_time(share_trees):
     budget = NodeBudget()
     predicted = np.full(100, 0.9)
     budget.acceptance.observe(predicted, np.empty(0, dtype=np.int64))
+    assert budget.acceptance(predicted)[0] < 0.7
     trees = verifier(budget, share_trees)
     for _ in range(4000):
         trees.begin_step(["a"], {}, 1, [0], 0.0)

@@ -176,8 +176,7 @@ class Predictions(DraftSource, StepObserver):
             return tree
         if tree.never_accept is not None:  # a window, which needs its nodes to itself
             tree = TokenTree.empty()
-        merged = merge_chain(tree, prediction.drafted, probabilities, request.max_nodes)
-        return merged.chain() if request.chain_only else merged
+        return merge_chain(tree, prediction.drafted, probabilities, request.max_nodes)
 
     def ended(self, step: TreeStep, new_tokens: Sequence[Sequence[int]], stats: TreeStats) -> None:
         """Count the verified nodes that were drafted from predictions."""
