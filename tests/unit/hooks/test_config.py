@@ -113,6 +113,8 @@ def test_all_ways_to_name_a_method(speculative, flags):
         (None, {"spec_method": "ngram"}),
         (None, {"additional_config": {"theirs": 1}}),
         ("no dictionary", {}),
+        ('{"method": "ngram"}', {}),
+        ('["ngram_trie"]', {}),
     ],
 )
 def test_what_is_not_ours_is_left_alone(speculative, more):
@@ -203,6 +205,11 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], list[str]]] = [
     (None, "beam_search=False", {}, ["must be a mapping"]),
     ({"method": "ngram"}, "beam_search=False", {}, ["must be a mapping"]),
     ("ngram_trie", None, {}, ["'ngram_trie'", "dictionary", "{'method': 'ngram_trie'}"]),
+    *(
+        (f'{{"{key}": "ngram_trie", "recycle": false}}', None, {}, ["dictionary", f"write {said}"])
+        for key in ("method", "model")
+        for said in [f"speculative_config={{'{key}': 'ngram_trie', 'recycle': False}}"]
+    ),
     ("x", None, {"spec_method": "ngram_trie"}, ["'x'", "dictionary"]),
     ({**TRIE, "model": 5}, None, {}, ["5", "path or a name"]),
     ({**TRIE, "prompt_lookup_max": 5}, None, {}, ["prompt_lookup_max"]),

@@ -10,6 +10,7 @@ vLLM's, which loads its weights and gives it a KV cache.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +54,13 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     speculative: Any = engine_args.speculative_config or {}
     methods = available_methods()
     if not isinstance(speculative, Mapping):
-        for name in (speculative, engine_args.spec_method, engine_args.spec_model):
+        written = _of_json(speculative)
+        names = (speculative, engine_args.spec_method, engine_args.spec_model)
+        for name in (*names, written.get("method"), written.get("model")):
             if name in methods:
                 raise RefusedError(
                     f"speculative_config={speculative!r} must be a dictionary; write "
-                    f"speculative_config={{'method': {name!r}}}"
+                    f"speculative_config={written or {'method': name}!r}"
                 )
         speculative = {}  # vLLM has its own message for it
     named = (
@@ -73,6 +76,15 @@ def requested_method(engine_args: EngineArgs) -> str | None:
     if PROPOSER_CLASS in named or SPECULATOR_CLASS in named or is_drafter:
         return own_part(engine_args.additional_config).get("method")
     return None
+
+
+def _of_json(value: Any) -> dict[str, Any]:
+    """Return the dictionary that a text has in JSON, as on the command line; else an empty one."""
+    try:
+        written = json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return written if isinstance(written, dict) else {}
 
 
 def _speculator(engine_args: EngineArgs) -> str | None:
