@@ -84,7 +84,7 @@ def measure(plain: Any, stage: Stage, prompts: Prompts, options: Any) -> list[Ro
         return outputs, Counts(steps=sum(map(len, outputs)))
 
     def run(cls: Any, settings: dict[str, Any]) -> Any:
-        drafter = cls(parse_options("lookahead_trie", settings), stage.own.context)
+        drafter = cls(parse_options("lookahead_trie", settings), stage.first_drafter.context)
         return stage.run(drafter, budget, prompts, params, size)
 
     runs: dict[str, Callable[[], Any]] = {

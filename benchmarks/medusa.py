@@ -152,7 +152,7 @@ def compare(options: Any) -> list[Row]:
 
     runs: dict[_Run, Callable[[], Any]] = {("plain", 0): lambda: measured(None, 0)}
     for nodes, method in product(options.nodes, options.methods):
-        drafter = new_drafter(stage.own, method, METHODS[method])
+        drafter = new_drafter(stage.first_drafter, method, METHODS[method])
         runs[method, nodes] = partial(measured, drafter, nodes)
     return method_rows(interleave(runs, options.repeats), plain, size)
 

@@ -86,7 +86,7 @@ def run(options: Any) -> list[Row]:
         )
         without: list[float] = []
         for recycle in (False, True):
-            context = dataclasses.replace(stage.own.context, num_nodes=nodes)
+            context = dataclasses.replace(stage.first_drafter.context, num_nodes=nodes)
             drafter = get_drafter_class("ngram_trie")(
                 parse_options("ngram_trie", {"recycle": recycle}), context
             )

@@ -16,7 +16,7 @@ from vllm_trie.lab.local_engine import (
     new_salts,
     runner_of,
     scheduler_of,
-    trees_of,
+    verifier_of,
 )
 
 Prompts = Sequence[Sequence[int]]
@@ -86,7 +86,7 @@ def served(
 
 def after_each_step(llm: Any, call: Callable[[Any], None]) -> None:
     """Call `call` with the engine's `TreeVerifier` after each step that sampled tokens."""
-    runner, trees = runner_of(llm), trees_of(llm)
+    runner, trees = runner_of(llm), verifier_of(llm)
     stock = runner.sample_tokens
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from support.engines import each_schedule, keep_kernel_overrides, served
 from support.harness import Progress, take_turns
 from support.paper_drafter import PaperDrafter
 from vllm_trie.lab import local_engine, smollm2
-from vllm_trie.lab.local_engine import NGRAM, decode_steps, runner_of, trees_of
+from vllm_trie.lab.local_engine import NGRAM, decode_steps, runner_of, verifier_of
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ class Contestant:
             model, max_num_seqs=max_num_seqs, speculative_config=METHODS[method], **settings
         )
         keep_kernel_overrides()
-        self._runner, self._trees = runner_of(self.llm), trees_of(self.llm)
+        self._runner, self._trees = runner_of(self.llm), verifier_of(self.llm)
         self._memory = 0
         self._timer = _PartTimer()
         self._watch()

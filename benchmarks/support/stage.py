@@ -11,7 +11,7 @@ import numpy as np
 
 from support.engines import Prompts, after_each_step, decode
 from vllm_trie.drafts import DraftRequest
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 from vllm_trie.tree import TokenTree
 
 
@@ -80,16 +80,16 @@ class Stage:
     """An engine with draft trees, on which drafters take turns.
 
     Attributes:
-        own: the drafter that the engine was started with.
+        first_drafter: the drafter that the engine was started with.
         turns: what stands in its place.
     """
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        self.trees: Any = trees_of(llm)
-        self.own = self.trees.guard.drafter
+        self.verifier: Any = verifier_of(llm)
+        self.first_drafter = self.verifier.guard.drafter
         self.turns = Turns()
-        self.trees.guard.drafter = self.turns
+        self.verifier.guard.drafter = self.turns
         self._counts = Counts()
         self._verification_nodes: dict[str, int] = {}
         after_each_step(llm, self._count)
@@ -105,16 +105,16 @@ class Stage:
         """Decode with a drafter, whose trees are verified whole; return the outputs and counts."""
         self.turns.drafter, self.turns.max_nodes = drafter, max_nodes
         self._counts, self._verification_nodes = Counts(), {}
-        before = self.trees.totals.steps, self.trees.totals.tokens
+        before = self.verifier.totals.steps, self.verifier.totals.tokens
         outputs = decode(self.llm, prompts, params, batch_size)
-        counts, totals = self._counts, self.trees.totals
+        counts, totals = self._counts, self.verifier.totals
         counts.steps, counts.tokens = totals.steps - before[0], totals.tokens - before[1]
-        if any(self.trees.guard.failures.values()):
-            raise RuntimeError(f"{drafter.name} failed: {self.trees.guard.failures}")
+        if any(self.verifier.guard.failures.values()):
+            raise RuntimeError(f"{drafter.name} failed: {self.verifier.guard.failures}")
         return outputs, counts
 
-    def _count(self, trees: Any) -> None:
-        for request_id, tree in zip(trees.step.request_ids, trees.step.trees, strict=True):
+    def _count(self, verifier: Any) -> None:
+        for request_id, tree in zip(verifier.step.request_ids, verifier.step.trees, strict=True):
             self._counts.nodes += tree.num_nodes
             if tree.num_nodes and tree.never_accept is not None:
                 candidates = int((~tree.never_accept).sum())

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.engine.drafters import DRAFTERS, OracleDrafter
 from vllm_trie.drafts import register, registry
-from vllm_trie.lab.local_engine import scheduler_of, trees_of, without_memory
+from vllm_trie.lab.local_engine import scheduler_of, verifier_of, without_memory
 
 Prompt = dict[str, list[int]]
 
@@ -136,7 +136,7 @@ def margins(expected: Sequence[Any], outputs: Sequence[Any]) -> list[float | Non
 
 def accepted_tokens(llm: Any) -> int:
     """Draft tokens that this engine has accepted so far: all output but one token a step."""
-    totals = trees_of(llm).totals
+    totals = verifier_of(llm).totals
     return totals.tokens - totals.steps
 
 

@@ -31,7 +31,7 @@ from tests.engine.v2_run import CHAINS, OPT_OUT, TEXTS, TREES, UNION, greedy
 from tests.engine.v2_trees import put_in
 from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
 from vllm_trie.extras.memory import warm_start
-from vllm_trie.lab.local_engine import runner_of, scheduler_of, trees_of
+from vllm_trie.lab.local_engine import runner_of, scheduler_of, verifier_of
 
 FIXED = {"node_budget": "fixed"}
 BROKEN = "broken chains"
@@ -54,7 +54,7 @@ def engine(name: str) -> LLM:
     folder = Path(tempfile.mkdtemp())
     warm_start.INTERVAL = 0.0
     llm = started(name, str(folder))
-    trees_of(llm).close()
+    verifier_of(llm).close()
     assert [*folder.glob("*.store")] == []
     return llm
 
@@ -75,13 +75,13 @@ def run_drafts(name: str, plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
     """Start an engine that drafts; compare its output with `plain`, or fill that without drafts."""
     llm = engine(name)
     adapter = runner_of(llm).adapter
-    assert adapter.is_drafting, trees_of(llm).guard.failures
+    assert adapter.is_drafting, verifier_of(llm).guard.failures
     assert runner_of(llm).adaptive_verification is None
     plain.extend(() if plain else generate(llm, TEXTS[:4], PLAIN))
     put_in(llm, OracleDrafter)
     tell_oracle(plain)
     before = set(launches)
-    replays, totals = start.Graph.replays, trees_of(llm).totals
+    replays, totals = start.Graph.replays, verifier_of(llm).totals
     assert differences(plain, generate(llm, TEXTS[:4], REQUESTS)) == []
     assert start.Graph.replays > replays
     assert totals.tokens > totals.steps
@@ -110,7 +110,7 @@ def run_broken(plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
         DraftedOnly.__call__ = stock
     assert not runner_of(llm).adapter.is_drafting
     assert differences(plain, generate(llm, TEXTS[:4], REQUESTS)) == []
-    assert trees_of(llm).totals.steps == 0  # nothing has waited for tokens
+    assert verifier_of(llm).totals.steps == 0  # nothing has waited for tokens
     (counted,) = (
         metric.value
         for metric in llm.get_metrics()

@@ -16,7 +16,7 @@ for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_
 from vllm import LLM, SamplingParams
 from tests.engine.beam.cases import check_case, prompt, request_of
 from tests.engine.beam.oracle import Case
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 from tests.engine.prompts import prompts
 from vllm_trie.attention import choose_kernels, kernels
 from vllm_trie.attention.native import NativeKernels
@@ -35,7 +35,7 @@ some = [p for p in prompts() if len(p["prompt_token_ids"]) < 400][:6]
 trees = {"method": "ngram_trie", "num_speculative_tokens": 16, "node_budget": "fixed"}
 llm = LLM(**SETTINGS, speculative_config=trees)
 found = tokens(llm)
-totals = trees_of(llm).totals
+totals = verifier_of(llm).totals
 assert totals.tokens > 1.2 * totals.steps
 assert choose_kernels().instructions == "AVX2"
 case = Case(prompt(4, 40), 3)

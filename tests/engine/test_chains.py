@@ -21,7 +21,7 @@ from tests.engine.compare import (
     speculation,
 )
 from tests.engine.prompts import prompts
-from vllm_trie.lab.local_engine import runner_of, trees_of
+from vllm_trie.lab.local_engine import runner_of, verifier_of
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -112,7 +112,7 @@ def test_length_limit_and_aborts(engine):
     llm = engine(**chains("test_oracle"), **limit)
     check_same_outputs(llm, outputs, endless)
     check_outputs_beside_aborts(llm, outputs, endless, {2: [1, 5], 3: [3, 7]})
-    assert not [r for r in trees_of(llm)._stored_trees if r.startswith("abort-")]
+    assert not [r for r in verifier_of(llm)._stored_trees if r.startswith("abort-")]
 
 
 def test_kv_connector(engine, expected, tmp_path):

@@ -35,7 +35,7 @@ from vllm_trie.drafts.engine.start import arguments as misspelled
 from vllm_trie.hooks import ledger, plugin
 from vllm_trie.hooks.ledger import Entry, record, table
 from vllm_trie.hooks.start.limits import reason_off
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.refusal import RefusedError
 
@@ -86,7 +86,7 @@ def test_options_reach_the_drafter(engine):
         "additional_config": {"vllm_trie": {"index_output": False}, "theirs": 1},
     }
     llm = engine(**options)
-    drafter = trees_of(llm).guard.drafter
+    drafter = verifier_of(llm).guard.drafter
     assert drafter.options.max_context_len == 9
     assert drafter.options.index_output is False
     assert drafter.options.index_tokens == drafter.Options().index_tokens

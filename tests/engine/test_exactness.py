@@ -20,7 +20,7 @@ from tests.engine.compare import (
     speculation,
 )
 from tests.engine.prompts import prompts
-from vllm_trie.lab.local_engine import scheduler_of, trees_of
+from vllm_trie.lab.local_engine import scheduler_of, verifier_of
 from vllm_trie.lab.tiny_model import model_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -83,7 +83,7 @@ def test_drafts_give_way_to_streams(engine, expected, monkeypatch, kind):
 def test_no_answer_waits_for_a_drafter(engine, expected, monkeypatch):
     """The scheduler has a step's tokens before they are drafted for."""
     llm = engine(**speculation("test_oracle", 8))
-    guard, scheduler, calls = trees_of(llm).guard, scheduler_of(llm), []
+    guard, scheduler, calls = verifier_of(llm).guard, scheduler_of(llm), []
 
     def noted(name, method):
         def call(*args):
@@ -190,11 +190,11 @@ def test_compiled_mode(engine, expected):
 
 def test_abort_midway(engine, expected, monkeypatch):
     llm = engine(**speculation("test_oracle", 32))
-    drafter, released = trees_of(llm).guard.drafter, []
+    drafter, released = verifier_of(llm).guard.drafter, []
     monkeypatch.setattr(drafter, "released", lambda r, output: released.append(r.request_id))
     aborts = {3: range(1, 12, 4), 6: range(3, 12, 4)}
     check_outputs_beside_aborts(llm, expected[:12], GREEDY, aborts)
-    assert not [r for r in trees_of(llm)._stored_trees if r.startswith("abort-")]
+    assert not [r for r in verifier_of(llm)._stored_trees if r.startswith("abort-")]
     assert len([r for r in released if r.startswith("abort-")]) == 12
 
 

@@ -13,7 +13,7 @@ from tests.engine.prompts import prompts
 from tests.unit.hooks.frontend import engine_request
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.hooks.wire import CACHE_SALT, SEARCH_KEY, STATS_ATTRIBUTE, TreeStats
-from vllm_trie.lab.local_engine import runner_of, scheduler_of, trees_of
+from vllm_trie.lab.local_engine import runner_of, scheduler_of, verifier_of
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
@@ -28,7 +28,7 @@ def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):
         outputs = generate(llm, prompts(16), GREEDY)
     assert differences(expected, outputs) == []
     assert accepted_tokens(llm) > before
-    failures = trees_of(llm).guard.failures
+    failures = verifier_of(llm).guard.failures
     assert failures["error"] > 0
     assert failures["malformed"] > 0
     waiting = getattr(scheduler_of(llm), STATS_ATTRIBUTE, None) or TreeStats()
@@ -39,7 +39,7 @@ def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):
         if metric.name == "vllm:trie_draft_failures" and metric.labels["method"] == "test_faulty"
     }
     assert counted == failures
-    assert trees_of(llm).totals.draft_failures == {k: n for k, n in failures.items() if n}
+    assert verifier_of(llm).totals.draft_failures == {k: n for k, n in failures.items() if n}
     reports = [r for r in caplog.records if "drafter 'test_faulty' failed" in r.getMessage()]
     assert len(reports) == 1
     assert reports[0].exc_info is not None
@@ -49,10 +49,10 @@ def test_a_drafter_that_takes_too_long(engine, expected):
     llm = engine(**speculation("test_slow", 16, draft_timeout_s=0.2))
     outputs = generate(llm, prompts(16), GREEDY)
     assert differences(expected, outputs) == []
-    assert trees_of(llm).guard.failures["timeout"] == 1
+    assert verifier_of(llm).guard.failures["timeout"] == 1
     # It stays off: the next requests do not wait for it.
     assert differences(expected, generate(llm, prompts(16), GREEDY)) == []
-    assert trees_of(llm).guard.failures["timeout"] == 1
+    assert verifier_of(llm).guard.failures["timeout"] == 1
 
 
 def test_hidden_states_and_last_steps(engine, expected):
@@ -115,7 +115,7 @@ def test_requests_of_another_front_end(engine):
     assert sorted(failed) == ["catalogue", "forged", "search"]
     salts = {"salted": "tenant", "another's salt": "tenant", "no text": None}
     assert HiddenStateDrafter.salts == salts
-    assert not any(trees_of(llm).guard.failures.values())
+    assert not any(verifier_of(llm).guard.failures.values())
 
 
 def test_the_hidden_state_test_can_fail(engine, expected, monkeypatch):

@@ -5,7 +5,7 @@ from vllm import SamplingParams
 
 from tests.engine.compare import check_same_outputs, generate, speculation
 from tests.engine.prompts import prompts
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -28,7 +28,7 @@ def test_greedy(engine, expected, name):
     least = 0.01 if name == "union" else 0.2
     for count, batch_size in ((4, 1), (COUNT, 8)):
         assert check_same_outputs(llm, expected[:count], GREEDY, batch_size) > least
-    assert not any(trees_of(llm).guard.failures.values())
+    assert not any(verifier_of(llm).guard.failures.values())
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -21,7 +21,7 @@ from tests.engine.compare import (
 from tests.engine.prompts import prompts
 from vllm_trie.drafts.engine.scheduler.speculation import TreeSpecDecodingStats
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE, TreeStats
-from vllm_trie.lab.local_engine import scheduler_of, trees_of
+from vllm_trie.lab.local_engine import scheduler_of, verifier_of
 from vllm_trie.lab.tiny_model import model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
@@ -97,7 +97,7 @@ def test_vllms_own_acceptance_by_position(traffic):
 
 def test_times_are_those_of_the_worker(traffic):
     llm, outputs = traffic
-    trees, waiting = trees_of(llm), pending(llm)
+    trees, waiting = verifier_of(llm), pending(llm)
     assert trees.totals.drafting_seconds == pytest.approx(trees.guard.seconds, rel=0.01)
     for name in ("drafting_seconds", "verification_seconds"):
         counted = seconds(f"vllm:trie_{name}") + getattr(waiting, name)

@@ -12,7 +12,7 @@ from vllm.config.reasoning import ReasoningConfig
 from tests.engine.compare import accepted_tokens, differences, generate, plain_outputs, speculation
 from tests.engine.prompts import prompts
 from vllm_trie.drafts.budget import NodeBudget
-from vllm_trie.lab.local_engine import runner_of, trees_of
+from vllm_trie.lab.local_engine import runner_of, verifier_of
 from vllm_trie.lab.tiny_model import medusa_path
 
 pytestmark = pytest.mark.usefixtures("test_drafters")
@@ -56,7 +56,7 @@ def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
         "_calc_spec_decode_metadata",
         "propose_draft_token_ids",
     )
-    totals = trees_of(llm).totals
+    totals = verifier_of(llm).totals
     before = totals.steps, totals.tokens
     assert differences(expected, generate(llm, prompts(4), GREEDY, 1)) == []
     assert 0 < calls["_calc_spec_decode_metadata"] <= calls["propose_draft_token_ids"]
@@ -74,7 +74,7 @@ def test_greedy(engine, pauses, method):
     options = {} if method == "lookahead_trie" else {"max_num_batched_tokens": 48}
     expected = plain_outputs(engine(**options), prompts(8), GREEDY)
     tree = engine(**speculation(method, 24, node_budget="adaptive", **METHODS[method]), **options)
-    totals = trees_of(tree).totals
+    totals = verifier_of(tree).totals
     before = totals.tokens - totals.steps
     assert differences(expected, generate(tree, prompts(8), GREEDY, 5)) == []
     assert totals.tokens - totals.steps > before + 12  # drafts were accepted in between

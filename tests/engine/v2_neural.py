@@ -22,7 +22,7 @@ from tests.engine.conftest import free_blocks
 from tests.engine.neural_heads import RANDOM, make_draft_model
 from tests.engine.v2_waits import Waits
 from vllm_trie.drafts.ngrams import Candidates
-from vllm_trie.lab.local_engine import runner_of, scheduler_of, trees_of
+from vllm_trie.lab.local_engine import runner_of, scheduler_of, verifier_of
 from vllm_trie.lab.tiny_model import eagle_path
 
 LENGTH = 3
@@ -52,7 +52,7 @@ def note_predictions(llm: LLM) -> tuple[dict[tuple[int, ...], np.ndarray], list[
     """Return a dictionary that takes the probabilities of the drafter's likeliest tokens at each
     position after each text, and a list that takes whether vLLM drafts the likeliest of all, each
     after the one before."""
-    heads: Any = trees_of(llm).guard.drafter.heads
+    heads: Any = verifier_of(llm).guard.drafter.heads
     seen, stock = dict[tuple[int, ...], np.ndarray](), heads.candidates
     agrees = list[bool]()
 
@@ -139,7 +139,7 @@ def run_union(llm: LLM, requests: tuple[Any, Any], plain: list[Any]) -> dict[str
         "skipped": sum(skipped),
     }
     check_outputs_beside_aborts(llm, plain, requests[1], {3: [0]})
-    result["failures"] = trees_of(llm).totals.draft_failures
+    result["failures"] = verifier_of(llm).totals.draft_failures
     result["blocks_lost"] = before - free_blocks(llm)
     return result
 

@@ -65,7 +65,7 @@ from tests.engine.v2_waits import Waits
 from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.engine.config import verification
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
-from vllm_trie.lab.local_engine import decode_steps, runner_of, scheduler_of, trees_of
+from vllm_trie.lab.local_engine import decode_steps, runner_of, scheduler_of, verifier_of
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 from vllm_trie.tree import TokenTree
 
@@ -156,21 +156,21 @@ class ChainOracle(OracleDrafter):
 
 def count_drafts(llm: LLM, drafts: list[int]) -> None:
     """Note the length of each draft that is verified."""
-    trees = trees_of(llm)
-    stock = trees.take_drafts
+    verifier = verifier_of(llm)
+    stock = verifier.take_drafts
 
     def take_drafts(step: Any, verified: Any) -> None:
         drafts.extend(filter(None, map(len, verified.values())))
         stock(step, verified)
 
-    trees.take_drafts = take_drafts
+    verifier.take_drafts = take_drafts
 
 
 def note_rows(llm: LLM) -> list[bool]:
     """Note whether drafts right after a prompt have the logits of its last token, of drafters that
     read them."""
-    trees, had_rows = trees_of(llm), []
-    stock = trees.draft
+    verifier, had_rows = verifier_of(llm), []
+    stock = verifier.draft
 
     def draft(step: Any, requests: dict[int, DraftRequest], *others: Any) -> Any:
         result = stock(step, requests, *others)
@@ -178,11 +178,11 @@ def note_rows(llm: LLM) -> list[bool]:
             request.rows is not None
             for request in requests.values()
             if len(request.token_ids) == request.num_prompt_tokens + 1
-            and trees.guard.drafter.needs_rows
+            and verifier.guard.drafter.needs_rows
         )
         return result
 
-    trees.draft = draft
+    verifier.draft = draft
     return had_rows
 
 
@@ -231,7 +231,7 @@ def share(llm: LLM, plain: dict[str, Any], *more: Callable[..., dict[str, Any]])
         more: What it does besides; they take engine and plain outputs.
     """
     before, drafts = free_blocks(llm), list[int]()
-    runner, totals = runner_of(llm), trees_of(llm).totals
+    runner, totals = runner_of(llm), verifier_of(llm).totals
     assert isinstance(runner, GPUModelRunner)
     vllm_config = llm.llm_engine.vllm_config
     is_exact = verification(vllm_config) == "tree"  # with seeds, too
@@ -275,7 +275,7 @@ def share(llm: LLM, plain: dict[str, Any], *more: Callable[..., dict[str, Any]])
     result["counted_drafts"] = counters["vllm:spec_decode_num_draft_tokens"].value
     result["counted_trees"] = counters["vllm:trie_verified_trees"].value
     result["all_drafts"], result["all_trees"] = sum(drafts), len(drafts)
-    result["num_failures"] = sum(trees_of(llm).guard.failures.values())
+    result["num_failures"] = sum(verifier_of(llm).guard.failures.values())
     # The last step's statistics wait for another step's output, or in the scheduler.
     waiting = (getattr(scheduler_of(llm), STATS_ATTRIBUTE, None), runner.adapter._stats)
     result["counted_tokens"] = counters["vllm:trie_tokens"].value + sum(
@@ -287,7 +287,7 @@ def share(llm: LLM, plain: dict[str, Any], *more: Callable[..., dict[str, Any]])
 
 def share_ahead(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     """The share of an engine whose steps are launched ahead of their drafts."""
-    adapter, guard = runner_of(llm).adapter, trees_of(llm).guard
+    adapter, guard = runner_of(llm).adapter, verifier_of(llm).guard
     ahead, early, stock, draft_prepared = [], [], adapter._plan, guard.draft_prepared
 
     def plan(output: Any) -> Any:
@@ -302,7 +302,7 @@ def share_ahead(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
 
     adapter._plan, guard.draft_prepared = plan, draft_early
     result = share(llm, plain, steps_with_trees, faulty)
-    assert not trees_of(llm).forecast._rates
+    assert not verifier_of(llm).forecast._rates
     result["ahead"] = [sum(ahead), len(ahead)]
     result["early"] = [sum(chains is not None for chains in early), len(early)]
     return result
@@ -338,7 +338,7 @@ def argmax_of_nodes(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
 def faulty(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     put_in(llm, FaultyDrafter)
     outputs = generate(llm, TEXTS, greedy())
-    failures = trees_of(llm).totals.draft_failures
+    failures = verifier_of(llm).totals.draft_failures
     return {"faulty": differences(plain["long"], outputs), "failures": failures}
 
 
@@ -357,7 +357,7 @@ def hidden_states_of_chains(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
 
 def run_adapters(llm: LLM, plain: dict[str, Any]) -> dict[str, Any]:
     """Requests with LoRA adapters and cache salts, one of them a second time."""
-    guard, salts = trees_of(llm).guard, {}
+    guard, salts = verifier_of(llm).guard, {}
     stock = guard.propose
 
     def propose(requests: list[DraftRequest], *prepared: Any) -> list[TokenTree]:
@@ -458,7 +458,7 @@ def low_precision() -> dict[str, Any]:
     expected = generate(llm, TEXTS, greedy(**params, **OPT_OUT))
     tell_oracle(expected)
     put_in(llm, OracleDrafter)
-    totals = trees_of(llm).totals
+    totals = verifier_of(llm).totals
     steps, tokens = totals.steps, totals.tokens
     with preemptions(llm) as preempted:
         outputs = generate(llm, TEXTS, greedy(**params))

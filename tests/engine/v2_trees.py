@@ -19,7 +19,7 @@ from vllm_trie.drafts.engine.verification.kernels import (
     walk_trees,
 )
 from vllm_trie.drafts.ngrams.native import ROW_TOKENS
-from vllm_trie.lab.local_engine import runner_of, trees_of
+from vllm_trie.lab.local_engine import runner_of, verifier_of
 from vllm_trie.tree import TokenTree, accept_greedy
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 90, 9
@@ -54,7 +54,7 @@ def random_requests(count: int, seed: int) -> list[Request]:
 def put_in(llm: Any, drafter: type) -> None:
     """Let an engine draft with a test drafter."""
     runner_of(llm).adapter.draft()  # after the step before, by the drafter of that step
-    guard = trees_of(llm).guard
+    guard = verifier_of(llm).guard
     guard.drafter = drafter(NoOptions(), guard.drafter.context)
 
 

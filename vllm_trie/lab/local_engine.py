@@ -276,7 +276,7 @@ def scheduler_of(llm: LLM) -> Any:
     return client.engine_core.scheduler
 
 
-def trees_of(llm: LLM) -> Any | None:
+def verifier_of(llm: LLM) -> Any | None:
     """Return the `TreeVerifier` of an engine in this process; None without draft trees."""
     runner = runner_of(llm)
     return getattr(getattr(runner, "adapter", None), "verifier", None)
@@ -372,7 +372,7 @@ def _trees_of_outputs(llm: LLM) -> Iterator[dict[str, TokenTree]]:
     With asynchronous scheduling the engine launches later steps before it returns them.
     """
     trees_of_outputs: dict[str, TokenTree] = {}
-    verifier = trees_of(llm)
+    verifier = verifier_of(llm)
     if verifier is None:
         yield trees_of_outputs
         return

@@ -12,7 +12,7 @@ import torch
 from vllm_trie.hooks.wire import TreeStats
 from vllm_trie.lab.check.engines import prompts, start_engine
 from vllm_trie.lab.check.parts import Outcome, Settings
-from vllm_trie.lab.local_engine import NGRAM, generate, interleave, trees_of, without_memory
+from vllm_trie.lab.local_engine import NGRAM, generate, interleave, verifier_of, without_memory
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -46,14 +46,14 @@ def measure(settings: Settings, dtype: str) -> Outcome:
             sizes = f"need {needed >> 30} GiB, {free >> 30} GiB are free"
             text = f"{len(METHODS)} engines at once {sizes}"
             return Outcome(status="not applicable", summary=text)
-    trees = trees_of(engines["ngram_trie"])
-    assert trees is not None
+    verifier = verifier_of(engines["ngram_trie"])
+    assert verifier is not None
     measured, steps = {}, {}
     for size in BATCH_SIZES:
         queue = [texts[i % len(texts)] for i in range(size)]
-        trees.forget_stats()
+        verifier.forget_stats()
         measured[size] = _speeds(engines, queue, max_tokens, repeats)
-        steps[size] = _step(trees.totals, size)
+        steps[size] = _step(verifier.totals, size)
     lines = [f"| concurrent requests | plain, tokens/s | `{PEER}` | `ngram_trie` |"]
     lines += ["| ---: | ---: | ---: | ---: |"]
     for size, (plain, ratios) in measured.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_trie.extras.traces.trace_file import Header, Step, Trace, read_trace
 from vllm_trie.lab.explore.page import Beams
-from vllm_trie.lab.local_engine import decode_steps, generate, trees_of
+from vllm_trie.lab.local_engine import decode_steps, generate, verifier_of
 from vllm_trie.searches.trace import SearchTrace
 from vllm_trie.tree import TokenTree
 
@@ -29,7 +29,7 @@ def record(
         params: vLLM's sampling parameters.
         folder: Empty before and after.
     """
-    if trees_of(llm) is None:
+    if verifier_of(llm) is None:
         return _without_drafts(llm, method, prompt, params)
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), "speculation_trace": True}

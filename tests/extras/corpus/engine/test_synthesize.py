@@ -10,7 +10,7 @@ from tests.engine.conftest import Engines
 from tests.engine.prompts import prompts
 from tests.processes import run_python
 from vllm_trie.extras.corpus.corpus_file import read_header
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 from vllm_trie.lab.tiny_model import model_path
 
 RUN_BOTH = """
@@ -52,7 +52,7 @@ def test_a_corpus_of_the_models_own_answers(tmp_path):
         ]
         for engine in (llm, plain)
     ]
-    totals = trees_of(llm).totals
+    totals = verifier_of(llm).totals
     engines.close()
     assert outputs[0] == outputs[1]
     assert totals.tokens > totals.steps

@@ -28,7 +28,7 @@ from vllm_trie.extras.device_checks import engine_steps, release_check, search_c
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger import table
 from vllm_trie.hooks.start.limits import switch_off
-from vllm_trie.lab.local_engine import scheduler_of, trees_of
+from vllm_trie.lab.local_engine import scheduler_of, verifier_of
 from vllm_trie.searches.engine.scheduler.beam_scheduler import TrieBeamScheduler
 
 Patch = pytest.MonkeyPatch
@@ -60,7 +60,7 @@ def test_an_engine_that_passes(engine, caplog, options):
     assert "none of the releases" in caplog.text
     assert "Its hooks fit, and drafts passed their check" in caplog.text
     assert "Native beam search passed its check" in caplog.text
-    assert trees_of(llm).guard.drafter.name == "ngram_trie"
+    assert verifier_of(llm).guard.drafter.name == "ngram_trie"
     assert accepted_tokens(llm) == 0  # those of the check are forgotten
     assert differences(outputs(engine(**ROOM)), outputs(llm)) == []
     assert accepted_tokens(llm) > 0
@@ -124,7 +124,7 @@ def test_an_engine_serves_without_drafts_that_fail(
     engine, monkeypatch, caplog, options, fault: Callable[[Patch], None], said
 ):
     llm = engine(**options)
-    guard = trees_of(llm).guard
+    guard = verifier_of(llm).guard
     monkeypatch.setattr(guard, "_rests_until", 0.0)  # and again at the end
     with monkeypatch.context() as patch:
         fault(patch)
@@ -133,7 +133,7 @@ def test_an_engine_serves_without_drafts_that_fail(
     [line] = [r.getMessage() for r in caplog.records if "serves without drafts" in r.getMessage()]
     assert said in line
     assert differences(outputs(engine(**ROOM)), outputs(llm)) == []
-    totals = trees_of(llm).totals
+    totals = verifier_of(llm).totals
     assert totals.tokens == totals.steps > 0
     assert totals.draft_failures == {"start_check": 1}
     assert not guard._unreleased
@@ -148,7 +148,7 @@ def test_an_engine_serves_without_searches_that_fail(engine, monkeypatch):
     assert "differ by" in scheduler_of(llm).beam_off
     assert isinstance(scheduler_of(llm), TrieBeamScheduler)
     assert differences(outputs(engine(**ROOM)), outputs(llm)) == []
-    assert not trees_of(llm).guard.is_off
+    assert not verifier_of(llm).guard.is_off
     switch_off(core_of(llm).vllm_config, None)
 
 

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from tests.engine.compare import generate, speculation
 from tests.engine.prompts import prompts
 from vllm_trie.extras.heads.reading import CheckpointError, load_checkpoint
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 from vllm_trie.lab.tiny_model import medusa_path, model_path
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, detokenize=False)
@@ -27,7 +27,7 @@ def test_state_given_is_that_of_the_whole_text(engine, monkeypatch):
     from transformers import LlamaModel
 
     llm = engine(**medusa())
-    drafter = trees_of(llm).guard.drafter
+    drafter = verifier_of(llm).guard.drafter
     seen = []
     stock = type(drafter).propose
 

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from tests.engine.compare import differences, generate, speculation
 from tests.engine.prompts import prompts
 from vllm_trie.drafts.engine.verification import placement
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 from vllm_trie.tree import TokenTree
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
@@ -22,7 +22,7 @@ WINDOW_ONLY = speculation("lookahead_trie", 64, pool_from_text=False)
 def _wrong_window_nodes(engine) -> int:
     """Of 60 window nodes, those whose argmax is not plain vLLM's after the same tokens."""
     llm = engine(**WINDOW_ONLY, enable_prefix_caching=False)
-    drafter = trees_of(llm).guard.drafter
+    drafter = verifier_of(llm).guard.drafter
     stock, seen = drafter.propose, []
 
     def watch(requests):

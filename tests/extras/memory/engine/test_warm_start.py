@@ -15,7 +15,7 @@ from tests.engine.conftest import Engines
 from tests.engine.prompts import prompts
 from tests.extras.memory.unit.redis_server import RedisServer
 from vllm_trie.extras.memory.store_file import read_store
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 
 PROMPTS = prompts(4)
 
@@ -28,7 +28,7 @@ def run(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[list[Any], Any,
     llm = engines(**options)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     results = llm.generate(PROMPTS, params, use_tqdm=False)
-    totals = trees_of(llm).totals
+    totals = verifier_of(llm).totals
     ratio = totals.tokens / totals.steps
     del llm
     engines.close()
@@ -57,7 +57,7 @@ def test_replicas_share_and_forget_when_told(tmp_path):
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 
     def answer(llm: Any) -> tuple[list[list[int]], float]:
-        totals = trees_of(llm).totals
+        totals = verifier_of(llm).totals
         before = totals.tokens, totals.steps
         results = llm.generate(PROMPTS, params, use_tqdm=False)
         rate = (totals.tokens - before[0]) / (totals.steps - before[1])

@@ -15,7 +15,7 @@ from tests.engine.prompts import prompts
 from vllm_trie.extras.traces.recorder import TraceRecorder
 from vllm_trie.extras.traces.trace_file import Trace, read_trace
 from vllm_trie.lab.explore.record import record, record_beams
-from vllm_trie.lab.local_engine import trees_of
+from vllm_trie.lab.local_engine import verifier_of
 
 
 def recording(verification: str, folder: Path) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_traces_are_the_outputs(engine, folder, verification):
     assert all(len(step.probabilities) == len(step.nodes) <= 16 for step in steps)
     branched = [step for step in steps if step.parents != list(range(-1, len(step.nodes) - 1))]
     assert bool(branched) == (verification == "tree")
-    (recorder,) = (of for of in trees_of(llm).observers if isinstance(of, TraceRecorder))
+    (recorder,) = (of for of in verifier_of(llm).observers if isinstance(of, TraceRecorder))
     assert not recorder._followed
 
 
