@@ -168,7 +168,7 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):
         chunk = getattr(layer, "attention_chunk_size", None) or 0
         return AttentionKind(1 + self.sliding_window[0], chunk, self.logits_soft_cap, self.sinks)
 
-    @_impl.overrides("answers no")
+    @_impl.overrides("quantizes no output")
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return False
 

@@ -175,7 +175,7 @@ class V2Adapter(Adapter):
             step.started = self._delivered_at
         assert drafts is not None
         self._fillers = {
-            name: places - len(drafts.get(name, ())) for name, places in cut.scheduled.items()
+            name: number - len(drafts.get(name, ())) for name, number in cut.scheduled.items()
         }
         states = None
         if verifier.guard.drafter.needs_hidden_states:
