@@ -17,7 +17,6 @@ import yaml
 from packaging.requirements import Requirement
 
 from tests.unit.docs.pages import ROOT, Page, all_pages
-from vllm_trie.hooks import plugin
 
 FOLDER = ROOT / "examples" / "deploy"
 
@@ -63,9 +62,7 @@ def parser():
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    with pytest.MonkeyPatch.context() as patch:  # what later tests log is read as before
-        patch.setattr(plugin, "_log_as_vllm_does", lambda: None)
-        load_general_plugins()
+    load_general_plugins()
     return make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
 
 
