@@ -59,14 +59,14 @@ def verifier(*options: Any) -> TreeVerifier:
 
 def test_trees_of_requests_outside_the_batch_stay():
     trees = verifier()
-    step = trees.begin_step(["a", "b"], {}, 9, [0, 1], 0.0)
+    step = trees.begin_step(["a", "b"], {}, 9, [0, 1, 2], 0.0)
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
     drafted = trees.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
     assert trees.clock._ended > 0.0, "drafting counts as time of the next step"
     draft = drafted.copy()
     drafted.clear()  # as vLLM may
-    trees.end_step(trees.begin_step(["b"], {}, 1, [0], 0.0), [[3]])
-    step = trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, [0, 5], 0.0)
+    trees.end_step(trees.begin_step(["b"], {}, 1, [0, 1], 0.0), [[3]])
+    step = trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, [0, 5, 10], 0.0)
     assert [tree.is_chain for tree in step.trees] == [False, True]
 
 
@@ -74,7 +74,7 @@ def test_of_a_step_that_has_ended_little_is_left():
     """Its duration only where it has no prefill."""
     trees = verifier(NodeBudget())
     for num_tokens in (9, 1):
-        step = trees.begin_step(["a"], {}, num_tokens, [0], 1.0)
+        step = trees.begin_step(["a"], {}, num_tokens, [0, 1], 1.0)
         step.ended, step.tree_batch = 2.0, SimpleNamespace()
         trees.stats.count("a", {"kind": 1})
         trees.end_step(step, [[3]])
@@ -87,7 +87,7 @@ def test_of_a_step_that_has_ended_little_is_left():
 def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch):
     monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: False)
     for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
-        step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, [0], 0.0)
+        step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, [0, 1], 0.0)
         assert step.is_pausing == is_pausing
 
 
@@ -99,5 +99,5 @@ def test_rejected_nodes_are_forgotten_with_time(share_trees):
     assert budget.acceptance(predicted)[0] < 0.7
     trees = verifier(budget, share_trees)
     for _ in range(4000):
-        trees.begin_step(["a"], {}, 1, [0], 0.0)
+        trees.begin_step(["a"], {}, 1, [0, 1], 0.0)
     assert budget.acceptance(predicted)[0] > 0.8

@@ -21,7 +21,7 @@ class TreeStep:
         request_ids: Of the batch, in its order, as are the other sequences.
         trees: Of each request; empty ones without a draft.
         first_rows: Of the logits of each request, ``N + 1`` rows for one with N nodes, and more
-            where its draft is filled up.
+            where its draft is filled up; the number of all rows is the last entry.
         accepted: Accepted nodes of each request; none before verification.
         num_decode_tokens: Tokens of the step; 0 with prefills among them, as its duration cannot be
             attributed to nodes then.

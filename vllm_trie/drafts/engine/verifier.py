@@ -87,7 +87,6 @@ class TreeVerifier:
         num_tokens: int,
         first_rows: Sequence[int],
         started: float,
-        num_fillers: int = 0,
         may_draft: bool = True,
     ) -> TreeStep:
         """Begin a step, with its drafts or ahead of them.
@@ -96,21 +95,17 @@ class TreeVerifier:
             request_ids: Of the batch, in its order.
             drafts: See :meth:`take_drafts`, which follows where they are not known yet: None.
             num_tokens: Scheduled tokens of all requests.
-            first_rows: Of the logits of each request.
+            first_rows: Of the logits of each request, with the number of all rows behind them.
             started: When the step began, by ``time.perf_counter``.
-            num_fillers: Tokens that drafts are filled up with.
             may_draft: Whether any request may have drafts after it, as all ranks say alike.
         """
         num_requests = len(request_ids)
-        num_drafted = sum(map(len, (drafts or {}).values()))
         step = self.step = TreeStep(
             request_ids=request_ids,
             trees=[TokenTree.empty()] * num_requests,
             first_rows=first_rows,
             accepted=[()] * num_requests,
-            num_decode_tokens=num_tokens
-            if num_tokens == num_requests + num_drafted + num_fillers
-            else 0,
+            num_decode_tokens=num_tokens if num_tokens == first_rows[-1] else 0,
             started=started,
             is_pausing=not may_draft,
             has_drafts=True,

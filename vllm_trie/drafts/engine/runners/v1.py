@@ -78,7 +78,7 @@ class V1Speculation(Adapter):
         request_ids = runner.input_batch.req_ids[: len(new) + running.num_reqs]
         num_tokens = scheduled.total_num_scheduled_tokens
         num_rows = (1 + len(drafts.get(request_id, ())) for request_id in request_ids)
-        first_rows = [*accumulate(num_rows, initial=0)][:-1]
+        first_rows = [*accumulate(num_rows, initial=0)]
         step = verifier.begin_step(request_ids, drafts, num_tokens, first_rows, started)
         for observer in verifier.observers:
             observer.begun(new)
@@ -138,7 +138,8 @@ class V1Speculation(Adapter):
             sample = sample_greedy(argmax, step.trees)
         else:
             outputs = cast(list[list[int]], self.runner.input_batch.req_output_token_ids)
-            sample = sample_levels(sampler, logits, step.first_rows, step.trees, metadata, outputs)
+            first_rows = step.first_rows[:-1]
+            sample = sample_levels(sampler, logits, first_rows, step.trees, metadata, outputs)
         self.verifier.accept(step, sample.accepted)
         output = sample.padded(logits.device)
         self.verifier.stats.verification_seconds += time.perf_counter() - start
@@ -279,7 +280,7 @@ class ChainRunnerMixin(_Runner):
         step = self.adapter.verifier.step
         outputs = cast(list[list[int]], self.input_batch.req_output_token_ids)
         return sample_levels(
-            self.sampler, logits, step.first_rows, step.trees, sampling_metadata, outputs
+            self.sampler, logits, step.first_rows[:-1], step.trees, sampling_metadata, outputs
         ).padded(logits.device)
 
     @contextmanager

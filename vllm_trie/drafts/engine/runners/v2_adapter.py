@@ -142,11 +142,10 @@ class V2Adapter(Adapter):
         texts = [self._requests[request_id] for request_id in batch.req_ids]
         num_tokens = cut.output.total_num_scheduled_tokens
         drafts_yet = None if is_ahead else drafts
-        num_fillers = sum(places.values()) - sum(map(len, (drafts_yet or {}).values()))
         first_rows = batch.cu_num_logits_np.tolist()
         may_draft = any(text.may_draft for text in texts)
         step = verifier.begin_step(
-            *(batch.req_ids, drafts_yet, num_tokens, first_rows, started, num_fillers, may_draft)
+            batch.req_ids, drafts_yet, num_tokens, first_rows, started, may_draft
         )
 
         # Place: positions of nodes follow their depth, once the KV slots follow from flat ones.
