@@ -1,4 +1,4 @@
-"""The table of patches has every override of what vLLM defines."""
+"""Overrides of vLLM's methods, each of which has an entry in the table of patches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_trie.hooks import ledger
 
 def subclasses() -> Iterator[tuple[type, list[type]]]:
     """Yield the package's classes that have bases of vLLM's, and these bases."""
-    for found in pkgutil.walk_packages(vllm_trie.__path__, "vllm_trie."):
-        module = importlib.import_module(found.name)
+    for described in pkgutil.walk_packages(vllm_trie.__path__, "vllm_trie."):
+        module = importlib.import_module(described.name)
         for _, ours in inspect.getmembers(module, inspect.isclass):
             theirs = [base for base in ours.__mro__ if base.__module__.startswith("vllm.")]
-            if ours.__module__ == found.name and theirs:
+            if ours.__module__ == described.name and theirs:
                 yield ours, theirs
 
 

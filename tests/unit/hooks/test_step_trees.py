@@ -51,43 +51,43 @@ class FixedDrafter(Drafter):
         return [TokenTree.from_lists([5, 6, 7, 8], [-1, -1, 1, 1])] * len(requests)
 
 
-def verifier(*options: Any) -> TreeVerifier:
+def make_verifier(*options: Any) -> TreeVerifier:
     drafter = FixedDrafter(DrafterOptions(), make_context())
     guard = GuardedDrafter(drafter, VOCAB, 30.0, logging.getLogger("tests.verifier"))
     return TreeVerifier(guard, *options)
 
 
 def test_trees_of_requests_outside_the_batch_stay():
-    trees = verifier()
-    step = trees.begin_step(["a", "b"], {}, 9, [0, 1, 2], 0.0)
+    verifier = make_verifier()
+    step = verifier.begin_step(["a", "b"], {}, 9, [0, 1, 2], 0.0)
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
-    drafted = trees.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
-    assert trees.clock._ended > 0.0, "drafting counts as time of the next step"
+    drafted = verifier.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
+    assert verifier.clock._ended > 0.0, "drafting counts as time of the next step"
     draft = drafted.copy()
     drafted.clear()  # as vLLM may
-    trees.end_step(trees.begin_step(["b"], {}, 1, [0, 1], 0.0), [[3]])
-    step = trees.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, [0, 5, 10], 0.0)
+    verifier.end_step(verifier.begin_step(["b"], {}, 1, [0, 1], 0.0), [[3]])
+    step = verifier.begin_step(["a", "b"], {"a": draft, "b": draft}, 10, [0, 5, 10], 0.0)
     assert [tree.is_chain for tree in step.trees] == [False, True]
 
 
 def test_of_a_step_that_has_ended_little_is_left():
     """Its duration only where it has no prefill."""
-    trees = verifier(NodeBudget())
+    verifier = make_verifier(NodeBudget())
     for num_tokens in (9, 1):
-        step = trees.begin_step(["a"], {}, num_tokens, [0, 1], 1.0)
+        step = verifier.begin_step(["a"], {}, num_tokens, [0, 1], 1.0)
         step.ended, step.tree_batch = 2.0, SimpleNamespace()
-        trees.stats.count("a", {"kind": 1})
-        trees.end_step(step, [[3]])
+        verifier.stats.count("a", {"kind": 1})
+        verifier.end_step(step, [[3]])
         assert step.tree_batch is None
-    trees.take_stats()
-    assert (trees.totals.steps, trees.totals.of_requests) == (2, {})
-    assert [*trees.budget.cost._expected] == [1]
+    verifier.take_stats()
+    assert (verifier.totals.steps, verifier.totals.of_requests) == (2, {})
+    assert [*verifier.budget.cost._expected] == [1]
 
 
 def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch):
     monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: False)
     for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
-        step = verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, [0, 1], 0.0)
+        step = make_verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, [0, 1], 0.0)
         assert step.is_pausing == is_pausing
 
 
@@ -97,7 +97,7 @@ def test_rejected_nodes_are_forgotten_with_time(share_trees):
     predicted = np.full(100, 0.9)
     budget.acceptance.observe(predicted, np.empty(0, dtype=np.int64))
     assert budget.acceptance(predicted)[0] < 0.7
-    trees = verifier(budget, share_trees)
+    verifier = make_verifier(budget, share_trees)
     for _ in range(4000):
-        trees.begin_step(["a"], {}, 1, [0, 1], 0.0)
+        verifier.begin_step(["a"], {}, 1, [0, 1], 0.0)
     assert budget.acceptance(predicted)[0] > 0.8

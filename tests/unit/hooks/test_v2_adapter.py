@@ -149,9 +149,9 @@ def test_ranks_with_budgets_of_their_own_wait_after_the_same_steps(stand_ins):
     ranks = [Steps(Likely()), Steps(Likely())]
     for number, (rank, seconds_of_node) in enumerate(zip(ranks, (1.0, 1e-6), strict=True)):
         group: Any = Rank(number)
-        trees = rank.adapter.verifier
-        trees.budget = Timed(seconds_of_node)
-        trees.share_trees = partial(same_on_all_ranks, group=group, budget=trees.budget)
+        verifier = rank.adapter.verifier
+        verifier.budget = budget = Timed(seconds_of_node)
+        verifier.share_trees = partial(same_on_all_ranks, group=group, budget=budget)
     rng = random.Random(0)
     total = left = 0
     for _ in range(250):

@@ -383,15 +383,15 @@ class Load(Steps, StepObserver):
         if not self.is_cpu:
             self.adapter._device = SimpleNamespace(type="device")  # type: ignore[assignment]
         self._graphs = self.adapter._graph_lengths = rng.choice([(), (), (1, 3)])
-        self._trees = trees = self.adapter.verifier
-        self._budget = trees.budget = ToldBudget(self) if rng.random() < 0.6 else None
-        trees.observers = [self]
+        verifier = self.adapter.verifier
+        self._budget = verifier.budget = ToldBudget(self) if rng.random() < 0.6 else None
+        verifier.observers = [self]
         if isinstance(self.drafter, Guesses):
-            self.drafter.load, trees.guard.sources = self, [Elsewhere()]
-        trees.guard._logger = logging.Logger("tests.v2")
-        trees.guard._logger.addFilter(raise_assertion)
-        self._draft_prepared = trees.guard.draft_prepared
-        trees.guard.draft_prepared = self._note_prepared  # type: ignore[method-assign]
+            self.drafter.load, verifier.guard.sources = self, [Elsewhere()]
+        verifier.guard._logger = logging.Logger("tests.v2")
+        verifier.guard._logger.addFilter(raise_assertion)
+        self._draft_prepared = verifier.guard.draft_prepared
+        verifier.guard.draft_prepared = self._note_prepared  # type: ignore[method-assign]
         self._absence = rng.choice(self.absences)
         self._most_unread = rng.choice([1, 2, 3, 3])
         self.step: Any = None
@@ -431,11 +431,11 @@ class Load(Steps, StepObserver):
             self._run(self._schedule(may_start=False))
         self._run(self._schedule(may_start=False))
         self.adapter.close()
-        trees, guard = self._trees, self._trees.guard
-        kept = self.adapter._requests, trees._stored_trees, guard._handed_out
-        kept += guard._failed_requests, trees.forecast._rates if trees.forecast else {}
+        verifier, guard = self.adapter.verifier, self.adapter.verifier.guard
+        kept = self.adapter._requests, verifier._stored_trees, guard._handed_out
+        kept += guard._failed_requests, verifier.forecast._rates if verifier.forecast else {}
         assert not any(map(len, (self.live, self._in_flight, *kept)))
-        for stats in (self.adapter._stats, trees.stats):  # not sent
+        for stats in (self.adapter._stats, verifier.stats):  # not sent
             self._stats.add(stats or TreeStats())
         assert (self._stats.tokens, self._stats.waits) == (self._num_tokens, self._waits)
         assert self._budget is None or self._budget.unwaited == self._unwaited
