@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -47,6 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
         setup = [sys.executable, str(ROOT / "packaging" / "setup_cpu.py"), "--cores"]
         if subprocess.run(setup, check=False).returncode:
             pytest.exit("the C++ cores do not compile", returncode=1)
+
+
+@pytest.fixture
+def plugin_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """`caplog` with each line of the plugin once, registered or not."""
+    logger = logging.getLogger("vllm_trie")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    return caplog
 
 
 @pytest.fixture(scope="session")

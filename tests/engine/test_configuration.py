@@ -285,18 +285,17 @@ def wrapped() -> dict[str, Any]:
 
 
 @pytest.fixture
-def fresh_process(monkeypatch, caplog):
+def fresh_process(monkeypatch, plugin_log):
     """Registers the plugin as if for the first time; returns what it logged."""
     engine_config()
     monkeypatch.setattr(plugin, "_installed", {})
-    monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
     present = len(ledger.patches_in_place())
 
     def register() -> list[str]:
-        caplog.clear()
+        plugin_log.clear()
         plugin.register()
         plugin.register()
-        return [r.getMessage() for r in caplog.records if r.name.startswith("vllm_trie")]
+        return [r.getMessage() for r in plugin_log.records if r.name.startswith("vllm_trie")]
 
     yield register
     ledger.undo(keep=present)

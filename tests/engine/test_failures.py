@@ -20,11 +20,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detoken
 COUNT = 16
 
 
-def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
+def test_a_drafter_that_fails_at_random(engine, expected, plugin_log):
     llm = engine(**speculation("test_faulty", 16))
     before = accepted_tokens(llm)
-    with caplog.at_level(logging.ERROR):
+    with plugin_log.at_level(logging.ERROR):
         outputs = generate(llm, prompts(16), GREEDY)
     assert differences(expected, outputs) == []
     assert accepted_tokens(llm) > before
@@ -40,7 +39,7 @@ def test_a_drafter_that_fails_at_random(engine, expected, caplog, monkeypatch):
     }
     assert counted == failures
     assert verifier_of(llm).totals.draft_failures == {k: n for k, n in failures.items() if n}
-    reports = [r for r in caplog.records if "drafter 'test_faulty' failed" in r.getMessage()]
+    reports = [r for r in plugin_log.records if "drafter 'test_faulty' failed" in r.getMessage()]
     assert len(reports) == 1
     assert reports[0].exc_info is not None
 

@@ -97,12 +97,12 @@ def test_vllms_own_acceptance_by_position(traffic):
 
 def test_times_are_those_of_the_worker(traffic):
     llm, outputs = traffic
-    trees, waiting = verifier_of(llm), pending(llm)
-    assert trees.totals.drafting_seconds == pytest.approx(trees.guard.seconds, rel=0.01)
+    verifier, waiting = verifier_of(llm), pending(llm)
+    assert verifier.totals.drafting_seconds == pytest.approx(verifier.guard.seconds, rel=0.01)
     for name in ("drafting_seconds", "verification_seconds"):
         counted = seconds(f"vllm:trie_{name}") + getattr(waiting, name)
-        assert counted == pytest.approx(getattr(trees.totals, name)), name
-    overhead = trees.totals.preparation_seconds + trees.totals.bookkeeping_seconds
+        assert counted == pytest.approx(getattr(verifier.totals, name)), name
+    overhead = verifier.totals.preparation_seconds + verifier.totals.bookkeeping_seconds
     counted = waiting.preparation_seconds + waiting.bookkeeping_seconds
     assert counted + seconds("vllm:trie_overhead_seconds") == pytest.approx(overhead)
     begun = min(output.metrics.scheduled_ts for output in outputs)
@@ -121,15 +121,14 @@ def test_labels(traffic):
 
 
 @pytest.fixture
-def log(monkeypatch, caplog):
+def log(plugin_log):
     """What an engine logs at vLLM's interval."""
-    monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
-    caplog.set_level(logging.INFO, logger="vllm_trie")
+    plugin_log.set_level(logging.INFO, logger="vllm_trie")
 
     def lines(llm: Any) -> list[str]:
-        caplog.clear()
+        plugin_log.clear()
         llm.llm_engine.do_log_stats()
-        return [r.getMessage() for r in caplog.records if r.name.startswith("vllm_trie")]
+        return [r.getMessage() for r in plugin_log.records if r.name.startswith("vllm_trie")]
 
     return lines
 
@@ -154,26 +153,25 @@ def test_log_line(traffic, log):
     assert log(llm) == []  # nothing happened since
 
 
-def test_generate_logs_drafted_and_accepted_tokens(traffic, monkeypatch, caplog):
+def test_generate_logs_drafted_and_accepted_tokens(traffic, plugin_log):
     llm, outputs = traffic
-    monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
-    caplog.set_level(logging.INFO, logger="vllm_trie")
+    plugin_log.set_level(logging.INFO, logger="vllm_trie")
     names = ("draft_nodes", "accepted_tokens", "verified_trees")
     before = [counter(llm, f"vllm:trie_{name}") for name in names]
     results = llm.generate(prompts(3), GREEDY)
     outputs += results  # the other tests count them too
     after = [counter(llm, f"vllm:trie_{name}") for name in names]
     drafted, accepted, drafts = (b - a for a, b in zip(before, after, strict=True))
-    assert caplog.messages == [
+    assert plugin_log.messages == [
         f"vllm-trie ngram_trie: {accepted} of {drafted} drafted tokens accepted, in {drafts} "
         f"drafts; {sum(len(result.outputs[0].token_ids) for result in results)} output tokens"
     ]
     counts = [result.outputs[0].spec_decode_metrics.to_dict() for result in results]
     assert sum(count["num_draft_tokens"] for count in counts) == drafted > 0
     assert sum(count["num_accepted_draft_tokens"] for count in counts) == accepted > 0
-    caplog.clear()
+    plugin_log.clear()
     outputs += llm.generate(prompts(1), GREEDY, use_tqdm=False)
-    assert caplog.messages == []
+    assert plugin_log.messages == []
 
 
 STATS = {"num_spec_tokens": 3, "num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 1}

@@ -42,7 +42,7 @@ def write_over(path: Path, whole: bytes) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, copy_over, write_over])
-def test_content_in_use_stays(tmp_path, damage, caplog, monkeypatch):
+def test_content_in_use_stays(tmp_path, damage, plugin_log, monkeypatch):
     """However the file is changed in place; one warning, and complete files are taken up."""
     monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     path = numbers_file.write(tmp_path / "file", 3000)
@@ -54,7 +54,7 @@ def test_content_in_use_stays(tmp_path, damage, caplog, monkeypatch):
         with opening:
             return open_numbers(path)
 
-    with caplog.at_level(logging.INFO, logger="vllm_trie.files.watched_file"):
+    with plugin_log.at_level(logging.INFO, logger="vllm_trie.files.watched_file"):
         watched = WatchedFile(path, open_alone, "the file")
         expected = watched.latest()()
         for _ in range(40):
@@ -63,16 +63,16 @@ def test_content_in_use_stays(tmp_path, damage, caplog, monkeypatch):
             path.write_bytes(whole)
             assert watched.latest()() == expected
         # A record arrives twice where the plugin passes it on to vLLM's logger, too.
-        levels = [record.levelname for record in dict.fromkeys(caplog.records)]
+        levels = [record.levelname for record in plugin_log.records]
         assert levels.count("WARNING") == 1
         assert "ERROR" not in levels
-        caplog.clear()
+        plugin_log.clear()
         path.with_suffix(".new").write_bytes(whole)
         path.with_suffix(".new").replace(path)
         deadline = time.monotonic() + 30
-        while "was replaced" not in caplog.text and time.monotonic() < deadline:
+        while "was replaced" not in plugin_log.text and time.monotonic() < deadline:
             assert watched.latest()() == expected
-        assert "was replaced" in caplog.text
+        assert "was replaced" in plugin_log.text
     assert not any(waits), "versions were opened at the same time"
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_complete_again_is_taken_up(tmp_path, monkeypatch):
     assert watched.latest() == [0]
 
 
-def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch, caplog):
+def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch, plugin_log):
     """Later, as where a network failed for a moment; each fault is an error once."""
     monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
     path = numbers_file.write(tmp_path / "file", 3000)
@@ -117,7 +117,7 @@ def test_a_version_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch, 
             watched._thread.join()
             assert len(reasons) == left
             now += 11
-    records = [r for r in dict.fromkeys(caplog.records) if r.levelno > logging.DEBUG]
+    records = [r for r in plugin_log.records if r.levelno > logging.DEBUG]
     assert [record.levelname for record in records] == ["ERROR"] * 2
     watched.latest()
     watched._thread.join()

@@ -38,11 +38,9 @@ CHAINS = {**ROOM, **speculation("ngram_trie", 8, verification="chain")}
 
 
 @pytest.fixture(autouse=True)
-def _unlisted(monkeypatch, caplog):
+def _unlisted(monkeypatch, plugin_log):
     monkeypatch.setattr(table, "SUPPORTED_VLLM_VERSIONS", ("0.31",))
-    monkeypatch.setattr(logging.getLogger("vllm_trie"), "handlers", [caplog.handler])
-    monkeypatch.setattr(logging.getLogger("vllm_trie"), "propagate", False)
-    caplog.set_level(logging.INFO, "vllm_trie")
+    plugin_log.set_level(logging.INFO, "vllm_trie")
 
 
 def core_of(llm: Any) -> Any:

@@ -35,17 +35,15 @@ def run(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[list[Any], Any,
     return [r.outputs[0].token_ids for r in results], ratio, caplog.text
 
 
-def test_a_restart_is_warm_and_gives_the_same_tokens(tmp_path, caplog, monkeypatch):
-    logger = logging.getLogger("vllm_trie")  # vLLM configures its own anew when an engine starts
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
-    caplog.set_level(logging.INFO, logger="vllm_trie")
+def test_a_restart_is_warm_and_gives_the_same_tokens(tmp_path, plugin_log):
+    plugin_log.set_level(logging.INFO, logger="vllm_trie")
     folder = tmp_path / "store"
-    tokens, cold, said = run(folder, caplog)
+    tokens, cold, said = run(folder, plugin_log)
     assert "cold start" in said
     [path] = folder.glob("*.store")
     texts = read_store(path)
     assert sorted(text.token_ids.tolist() for text in texts) == sorted(map(list, tokens))
-    again, warm, said = run(folder, caplog)
+    again, warm, said = run(folder, plugin_log)
     assert "warm start from" in said
     assert again == tokens
     assert warm > cold

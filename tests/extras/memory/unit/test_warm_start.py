@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -213,14 +212,11 @@ def make_other(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_pipe, make_damaged, make_other, Path.mkdir])
-def test_a_file_that_cannot_be_used_costs_a_cold_start(tmp_path, make, caplog, monkeypatch):
-    logger = logging.getLogger("vllm_trie")  # a test may have handed its lines on to vLLM's
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(logger, "propagate", False)
+def test_a_file_that_cannot_be_used_costs_a_cold_start(tmp_path, make, plugin_log):
     path = tmp_path / f"{IDENTITY.key}-0.store"
     make(path)
     saving, drafter = start(tmp_path)
-    [warning] = caplog.records
+    [warning] = plugin_log.records
     assert warning.levelname == "WARNING"
     assert f"store {path}: " in warning.getMessage()
     assert "; the start is cold" in warning.getMessage()
@@ -274,13 +270,13 @@ def test_a_reset_that_is_not_saved_at_once_is_saved_at_the_end(tmp_path, monkeyp
     assert read_store(path) == []
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monkeypatch):
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, plugin_log, monkeypatch):
     blocked = tmp_path / "file"
     blocked.touch()
     saving, _ = start(blocked / "below")
     end_step(saving)
     saving.closed()
-    assert "cannot be saved: [Errno 20] Not a directory" in caplog.text
+    assert "cannot be saved: [Errno 20] Not a directory" in plugin_log.text
 
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
@@ -291,27 +287,27 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog, monke
         answer(drafter, ANSWER)
         patched.setattr(saving, "_next_save", 0.0)
         end_step(saving)
-    assert "cannot be saved: can't start new thread; the engine goes on" in caplog.text
+    assert "cannot be saved: can't start new thread; the engine goes on" in plugin_log.text
     saving.closed()
 
     monkeypatch.setattr(module, "write_store", full)
     saving, drafter = start(tmp_path)
     answer(drafter, ANSWER)
-    caplog.clear()
+    plugin_log.clear()
     for _ in range(2):
         end_step(saving)
         saving.closed()
-    assert caplog.text.count("No space left on device") >= 1
-    assert "the engine goes on" in caplog.text
+    assert plugin_log.text.count("No space left on device") >= 1
+    assert "the engine goes on" in plugin_log.text
     saving, drafter = start(tmp_path)
     answer(drafter, ANSWER)
-    caplog.clear()
+    plugin_log.clear()
     for fault in (full, full, write_store, full):
         monkeypatch.setattr(module, "write_store", fault)
         monkeypatch.setattr(saving, "_next_save", 0.0)
         end_step(saving)
         finish_job(saving)
-    levels = [record.levelname for record in {*caplog.records}]
+    levels = [record.levelname for record in plugin_log.records]
     assert levels.count("WARNING") == 2, "it warns again of what fails after it went well"
 
 
