@@ -75,7 +75,9 @@ from support.replay_data import (
 from vllm_trie.lab import local_engine, smollm2
 
 WORKLOADS = ("chat", "shipped", "replay")
-SHAPES = ("tiny", "0.4b")
+SHAPES = ("tiny", "0.4b", "8b")
+SERVED = 256
+"""Most requests of an engine on a GPU, as of a server: the node budget's first costs go by it."""
 COLUMNS = (
     "method", "workload", "category", "tokens_per_s", "ratio_to_plain", "decode_ratio_to_plain",
     "ms_per_output_token", "tokens_per_step", "identical", "identical_share",
@@ -98,7 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=[],
         metavar=("NAME", "JSON"),
         help="adds ngram_trie with other options as a method, such as "
-        """corpus '{"corpus": "FILE"}'""",
+        """corpus '{"corpus": "FILE"}'; "prepare": false is for this benchmark""",
     )
     add_file_option(parser, "--questions")
     add_file_option(parser, "--answers")
@@ -210,6 +212,7 @@ def run_shipped(options: argparse.Namespace) -> list[Row]:
 
 def run_replay(options: argparse.Namespace) -> list[Row]:
     """Measure recorded answers on a replay model."""
+    check_device(options.device)
     encoder = load_tokenizer(options.tokenizer)
     recordings = read_recordings(options.questions, options.answers, encoder)
     chosen = choose(list(recordings), options.questions_per_category, options.categories)
@@ -222,8 +225,9 @@ def run_replay(options: argparse.Namespace) -> list[Row]:
         )
         for recording in chosen
     ]
-    with replaying(options.shape, encoder.vocab_size, 1 << 13) as model:
-        return measure(options, "replay", model, questions, dict(replay_settings(options.dtype)))
+    settings = {**engine_options(options), **replay_settings(options.dtype)}
+    with replaying(options.shape, encoder.vocab_size) as model:
+        return measure(options, "replay", model, questions, settings)
 
 
 def measure(
@@ -236,10 +240,11 @@ def measure(
     """Start all engines, ask them all questions, and return the rows."""
     methods = available(options.methods)
     longest = max(len(question.prompt) + question.max_tokens for question in questions)
-    settings |= {
-        "max_model_len": local_engine.room_for(longest, 0, MOST_NODES),
-        "enforce_eager": options.eager,
-    }
+    length, most = local_engine.room_for(longest, 0, MOST_NODES), max(options.at_once)
+    settings |= {"max_model_len": length, "max_num_seqs": most, "enforce_eager": options.eager}
+    if options.device == "cuda":
+        size = local_engine.kv_cache_bytes(model, length, most, settings["dtype"])
+        settings |= {"max_num_seqs": SERVED, "kv_cache_memory_bytes": size}
     works: list[Question | Load] = []
     for at_once in options.at_once:
         works += questions if at_once == 1 else [together(questions, at_once)]
@@ -249,7 +254,7 @@ def measure(
         contestants: list[Contestant] = []
         for method in methods:
             with local_engine.silence(not options.verbose):
-                contestants.append(Contestant(method, model, max(options.at_once), **settings))
+                contestants.append(Contestant(method, model, **settings))
             progress.advance(starting)
         warm_up(contestants, works[-1], prepare)
         asking = progress.add_task(workload, total=options.repeats * len(works))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from support.harness import Progress, take_turns
 from support.paper_drafter import PaperDrafter
 from vllm_trie.lab import local_engine, smollm2
 from vllm_trie.lab.local_engine import NGRAM, decode_steps, runner_of, verifier_of
-
-if TYPE_CHECKING:
-    import torch
 
 PLAIN = "plain"
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -56,7 +53,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "node_budget": "fixed",
     },
 }
-"""Name -> vLLM's `speculative_config`."""
+"""Name -> vLLM's `speculative_config`; `"prepare": false` in it keeps a drafter from preparing drafts
+while a GPU computes."""
 PEERS = ("ngram", "ngram_gpu", "suffix")
 DEFAULT_METHODS = (PLAIN, "ngram", "ngram_gpu", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
@@ -138,16 +136,23 @@ class _PartTimer:
 class Contestant:
     """One method's engine, in this process, and the time of its steps by part."""
 
-    def __init__(self, method: str, model: str, max_num_seqs: int = 1, **settings: Any) -> None:
+    def __init__(self, method: str, model: str, **settings: Any) -> None:
         self.method = method
+        config = dict(METHODS[method] or {})
+        prepares = config.pop("prepare", True)
         self.llm = local_engine.start_engine(
-            model, max_num_seqs=max_num_seqs, speculative_config=METHODS[method], **settings
+            model, **{"max_num_seqs": 1, "speculative_config": config or None, **settings}
         )
         keep_kernel_overrides()
         self._runner, self._trees = runner_of(self.llm), verifier_of(self.llm)
+        if not prepares:
+            self._trees.guard.drafter.prepare = lambda *_: None
         self._memory = 0
         self._timer = _PartTimer()
-        self._watch()
+        if hasattr(self._runner, "propose_draft_token_ids"):  # not on Model Runner V2
+            self._watch()
+        if hasattr(self._runner.model, "set_owners"):
+            self._tell_owners()
 
     def _watch(self) -> None:
         """Time the runner's public methods and modules."""
@@ -155,24 +160,27 @@ class Contestant:
         model = runner.model
         model.forward = timed("forward", model.forward)
         model.compute_logits = timed("logits", model.compute_logits)
-        if hasattr(model, "owners"):
-            model.owners = self._owners
         for name in ("sampler", "rejection_sampler"):
             if module := getattr(runner, name, None):
                 module.forward = timed("sampling", module.forward)
-        if hasattr(runner, "propose_draft_token_ids"):  # not on Model Runner V2
-            runner.propose_draft_token_ids = timed("drafting", runner.propose_draft_token_ids)
+        runner.propose_draft_token_ids = timed("drafting", runner.propose_draft_token_ids)
 
-    def _owners(self, num_rows: int) -> torch.Tensor:
-        """Return the index of the question that each row of the step belongs to."""
-        import torch
+    def _tell_owners(self) -> None:
+        """Let a replay model know which question each row of a step belongs to."""
+        runner = self._runner
+        is_v2 = hasattr(runner, "prepare_inputs")
+        name = "prepare_inputs" if is_v2 else "_prepare_inputs"
+        stock = getattr(runner, name)
 
-        names = self._runner.input_batch.req_ids
-        lengths = np.diff(self._runner.query_start_loc.np[: len(names) + 1])
-        owners = np.repeat([_index_of(name) for name in names], lengths)
-        rows = torch.zeros(num_rows, dtype=torch.int64)  # those behind are padding
-        rows[: len(owners)] = torch.from_numpy(owners)
-        return rows
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            inputs = stock(*args, **kwargs)
+            batch = inputs if is_v2 else runner.input_batch
+            starts = batch.query_start_loc_np if is_v2 else runner.query_start_loc.np
+            num_rows = np.diff(starts[: len(batch.req_ids) + 1])
+            runner.model.set_owners([_index_of(name) for name in batch.req_ids], num_rows)
+            return inputs
+
+        setattr(runner, name, prepare_inputs)
 
     def _part_seconds(self) -> dict[str, float]:
         seconds = dict(self._timer.seconds)
@@ -331,19 +339,18 @@ def run_in_turns(
 
 
 @contextmanager
-def replaying(shape: str, vocab_size: int, length: int) -> Iterator[str]:
+def replaying(shape: str, vocab_size: int) -> Iterator[str]:
     """Write a replay model that vLLM can load, and give its folder to the block.
 
     Args:
         shape: a key of the replay model's shapes.
         vocab_size: of the tokenizer of the recorded text.
-        length: longest prompt and answer.
     """
     from support import replay_model
 
     replay_model.register()
     with tempfile.TemporaryDirectory() as folder:
-        yield replay_model.write_config(Path(folder), shape, vocab_size, length)
+        yield replay_model.write_config(Path(folder), shape, vocab_size)
 
 
 def replay_settings(dtype: str) -> Mapping[str, Any]:

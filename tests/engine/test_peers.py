@@ -17,7 +17,7 @@ def learner(tmp_path):
     rng = random.Random(5)
     prompt, answer = ([rng.randrange(10, 30_000) for _ in range(n)] for n in (20, 60))
     question = peers_engines.Question("any", prompt, answer, len(answer))
-    with peers_engines.replaying("tiny", 32_000, 512) as model:
+    with peers_engines.replaying("tiny", 32_000) as model:
         contestant = peers_engines.Contestant(
             RECORDED[-1],
             model,

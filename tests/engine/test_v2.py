@@ -317,3 +317,8 @@ def test_two_pipeline_stages_give_the_tokens_of_one(on_ranks) -> None:
     assert result["async"]
     assert result["accepted"] > 5
     assert result["preempted"] > 0
+
+
+def test_the_replay_model_gives_recorded_answers(results):
+    prepared, unprepared = results["replayed"]
+    assert prepared == unprepared > 2

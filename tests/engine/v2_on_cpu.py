@@ -37,7 +37,7 @@ shuffle_programs()
 
 # vLLM calls it eight times when an engine starts: up to 3 s. The programs keep their engines.
 gc.collect = lambda generation=2: 0
-_kept: list[Any] = []
+kept: list[Any] = []
 
 
 _load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -136,5 +136,5 @@ def start(**options: Any) -> Any:
         "seed": 0,
         **options,
     }
-    _kept.append(LLM(**settings))
-    return _kept[-1]
+    kept.append(LLM(**settings))
+    return kept[-1]

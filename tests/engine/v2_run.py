@@ -62,6 +62,7 @@ from tests.engine.v2_trees import (
     tell_oracle_of,
 )
 from tests.engine.v2_waits import Waits
+from tests.processes import ROOT
 from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.engine.config import verification
 from vllm_trie.hooks.wire import STATS_ATTRIBUTE
@@ -523,7 +524,31 @@ def compare_all(folder: Path) -> dict[str, Any]:
         "deliveries": differing_deliveries(20),
         "top tokens": differing_top_tokens(12),
     }
-    return {**result, **kernels}
+    return {**result, **kernels, "replayed": replayed()}
+
+
+def replayed() -> list[float]:
+    """Let the benchmarks' replay model give recorded answers; return its tokens per step, with
+    drafts that are prepared and without."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import peers
+    from support import peers_engines
+
+    parts = [[*text["prompt_token_ids"][:12]] for text in TEXTS[:3]]
+    questions = [peers_engines.Question("any", part, part * 3, 20) for part in parts]
+    load = peers.together(questions, 2)
+    with peers_engines.replaying("tiny", 32_000) as model:
+        settings = {"max_model_len": 160, "max_num_seqs": 2, "block_size": 32}
+        settings |= {"enforce_eager": True, **peers_engines.replay_settings("bfloat16")}
+        peers_engines.METHODS["prepared"] = {**AHEAD, "recycle": False}
+        peers_engines.METHODS["unprepared"] = {**AHEAD, "recycle": False, "prepare": False}
+        names = "prepared", "unprepared"
+        contestants = [peers_engines.Contestant(name, model, **settings) for name in names]
+        peers.play_answers(load)
+        measured = [*peers_engines.answer(contestants, load)]
+    v2_on_cpu.kept.append(contestants)
+    assert all(some.output == load.answer for some in measured)
+    return [(len(some.output) - some.requests) / some.steps for some in measured]
 
 
 def compare_image_searches(folder: Path) -> int:

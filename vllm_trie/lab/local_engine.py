@@ -189,7 +189,7 @@ def start_engine(
         **options,
     }
     if "kv_cache_memory_bytes" not in settings:
-        cache_bytes = _kv_cache_bytes(model, max_model_len, max_num_seqs, settings["dtype"])
+        cache_bytes = kv_cache_bytes(model, max_model_len, max_num_seqs, settings["dtype"])
         settings["kv_cache_memory_bytes"] = cache_bytes
     if speculative_config is not None:
         settings["speculative_config"] = dict(speculative_config)
@@ -208,7 +208,7 @@ def engine(model: str, **settings: Any) -> Iterator[LLM]:
         gc.collect()
 
 
-def _kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int, dtype: str) -> int:
+def kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int, dtype: str) -> int:
     """Return the size of a KV cache for the largest batch of the longest sequences."""
     per_token = token_kv_bytes(model, 2 if dtype in ("bfloat16", "float16") else 4)
     return max(64 << 20, int(1.25 * per_token * (max_model_len + 256) * (max_num_seqs + 1)))
