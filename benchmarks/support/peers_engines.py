@@ -53,8 +53,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "node_budget": "fixed",
     },
 }
-"""Name -> vLLM's `speculative_config`; `"prepare": false` in it keeps a drafter from preparing drafts
-while a GPU computes."""
+"""Name -> vLLM's `speculative_config`; `"prepare": false` in it keeps a drafter from preparing
+drafts while a GPU computes."""
 PEERS = ("ngram", "ngram_gpu", "suffix")
 DEFAULT_METHODS = (PLAIN, "ngram", "ngram_gpu", "suffix", "ngram_trie", "ngram_trie_chain")
 MOST_NODES = 32
