@@ -159,12 +159,11 @@ class GuardedDrafter:
         self._unlearned.discard(request_id)
         self._failed_requests.discard(request_id)
         if ended is None:
-            self._handed_out.discard(request_id)
             return
         if self._is_resting or not is_learned:  # texts would pile up while it rests
             ended = replace(ended, token_ids=_NO_TOKENS, num_prompt_tokens=0, extra_args={})
         if self._is_resting:
-            if request_id in self._handed_out and not self.is_off:
+            if request_id in self._handed_out:
                 self._unreleased.append(ended)
             return
         self._handed_out.discard(request_id)
