@@ -88,17 +88,18 @@ def test_caches_that_layers_of_a_group_share_are_moved_once():
         "a of another group": SimpleNamespace(kv_cache=private),
         "b": SimpleNamespace(kv_cache=shared),
         "c": SimpleNamespace(kv_cache=shared),
+        "of another kernel": SimpleNamespace(kv_cache=torch.zeros(1, 1, 4, 2), isa="amx"),
         "of a drafter": SimpleNamespace(kv_cache=torch.zeros(1, 1, 4, 2), is_draft_layer=True),
     }
     groups = cache_groups(
         SimpleNamespace(
             kv_cache_groups=[
-                SimpleNamespace(layer_names=["a"]),
-                SimpleNamespace(layer_names=["of a drafter", "a of another group", "b", "c"]),
                 SimpleNamespace(layer_names=["of a drafter"]),
+                SimpleNamespace(layer_names=["a"]),
+                SimpleNamespace(layer_names=[*layers][:0:-1]),
             ]
         ),
         layers,
     )
-    assert [group.group_id for group in groups] == [0, 1]
-    assert [len(group.caches) for group in groups] == [1, 2]
+    assert [group.group_id for group in groups] == [1, 2, 2]
+    assert [len(group.caches) for group in groups] == [1, 1, 2]
