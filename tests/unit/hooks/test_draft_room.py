@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,7 @@ def compiled(grammar: object) -> Any:
         ([request(1000, num_computed_tokens=40, num_cached=960)], [20] * 6),  # no further look-up
         ([request(30)] * 4, [31] * 6),  # two start
         ([request(200, status=RequestStatus.WAITING_FOR_REMOTE_KVS)], [40] * 6),
+        ([request(200, status=RequestStatus.PREEMPTED)], [8] * 6),
         ([compiled(None)], [40] * 6),
         ([compiled(object())], [8] * 6),
     ],
@@ -70,6 +72,8 @@ def test_a_prefill_under_way_gets_its_tokens():
     decoding = [request(120, draft=100, num_computed_tokens=119) for _ in range(2)]
     prefill = request(600, num_computed_tokens=400)
     assert drafts_left([decoding[0], prefill, decoding[1]]) == [27, 0, 27]
+    prefill = request(600, num_computed_tokens=200)  # too long for the step without drafts, too
+    assert drafts_left([decoding[0], prefill]) == [27, 0]
 
 
 def test_a_prompt_without_memory_takes_no_room():
@@ -85,12 +89,12 @@ def cached(request: Any) -> tuple[None, int, int]:
 
 
 def drafts_left(
-    running: list[Any], waiting: list[Any] | None = None, num_blocks: int = 1000
+    running: list[Any], waiting: Sequence[Any] = (), num_blocks: int = 1000
 ) -> list[int]:
     scheduler: Any = SimpleNamespace(
         running=running,
-        waiting=FCFSRequestQueue(waiting or []),
-        kv_holding_waiting=FCFSRequestQueue(),
+        waiting=FCFSRequestQueue(one for one in waiting if not one.num_computed_tokens),
+        kv_holding_waiting=FCFSRequestQueue(one for one in waiting if one.num_computed_tokens),
         max_num_active_reqs=8,
         max_num_scheduled_tokens=BUDGET,
         block_size=16,
