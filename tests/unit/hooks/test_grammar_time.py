@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import xgrammar
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
@@ -84,16 +85,29 @@ def test_schedulers_of_ranks_shorten_drafts_alike(monkeypatch, executor, world_s
     assert is_timed or made is grammar
 
 
-def test_a_mask_that_costs_much_shortens_drafts(request_with, monkeypatch):
-    request = request_with("a*b")
-    grammar = request.structured_output_request.grammar
+def test_what_costs_much_shortens_drafts(request_with, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "thread_time", lambda: clock.now)
 
-    def fill(*_: object) -> None:
-        start = time.thread_time()
-        while time.thread_time() < start + 0.01:
-            pass
+    def slow(name: str, seconds: float) -> Any:
+        """Return a request, and its grammar, a method of which takes so long."""
+        request = request_with("a*b")
+        grammar = request.structured_output_request.grammar
+        method = getattr(grammar._grammar, name)
 
-    monkeypatch.setattr(grammar._grammar, "fill_bitmask", fill)
-    grammar.fill_bitmask(None, 0)
+        def call(*arguments: Any) -> Any:
+            clock.now += seconds
+            return method(*arguments)
+
+        monkeypatch.setattr(grammar._grammar, name, call)
+        return request, grammar
+
+    request, grammar = slow("fill_bitmask", 0.01)
+    grammar.fill_bitmask(torch.zeros(1, 1, dtype=torch.int32), 0)
     assert checked(request, DRAFT) == []
     assert grammar.validate_tokens(DRAFT) == DRAFT  # what the grammar allows stays the same
+    request, grammar = slow("validate_tokens", 0.01)
+    assert checked(request, DRAFT[:3]) == []  # its first check shows it
+    request, grammar = slow("validate_tokens", 0.0016)
+    assert checked(request, [2, *DRAFT]) == []
+    assert grammar.num_affordable == 0  # the token that was refused took all that time
