@@ -275,7 +275,11 @@ def test_samples_are_known_by_their_ids():
 
 @pytest.mark.parametrize(
     ("params", "num_kept"),
-    [({}, 2), ({"ignore_eos": True}, 3), ({"ignore_eos": True, "stop_token_ids": [12]}, 1)],
+    [
+        ({}, 2),
+        ({"ignore_eos": True, "temperature": 0.0}, 3),
+        ({"ignore_eos": True, "stop_token_ids": [12]}, 1),
+    ],
 )
 def test_nothing_is_learned_from_tokens_behind_the_end(params, num_kept):
     """Model Runner V1 keeps what the last step has computed there."""
@@ -285,3 +289,4 @@ def test_nothing_is_learned_from_tokens_behind_the_end(params, num_kept):
     text = np.array([7, 2, 12, 2, 13], dtype=np.int32)
     ended = ended_request(constant_fields("a", data, 2), sampling_params, text)
     assert ended.token_ids.tolist() == [7, 2, *[12, 2, 13][:num_kept]]
+    assert ended.is_sampled == ("temperature" not in params)
