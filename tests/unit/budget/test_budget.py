@@ -66,6 +66,13 @@ def test_allocation_is_the_best_of_all(forest, rows_without, slopes):
         assert all(parent[i] < 0 or keep[parent[i]] for i in np.flatnonzero(keep))
 
 
+def test_of_equally_likely_nodes_parents_come_first():
+    """Six chains of four nodes, in a step that has room for 15 of them."""
+    seconds = np.repeat([1.0, 9.0], [17, 9])
+    chosen, _ = choose_nodes(np.tile([0.9, 0.5, 0.5, 0.5], 6), 1, seconds)
+    assert chosen.tolist() == [True] * 12 + [True, False, False, False] * 3
+
+
 Seconds = Mapping[int, float]
 """Duration of a step, by its tokens."""
 
@@ -132,6 +139,10 @@ def test_sizes_that_are_not_measured_follow_the_measured_ones():
 def test_neighbours_that_differ_by_noise_do_not_forbid_larger_steps():
     cost = step_cost({1: 4.0, 8: 6.0, 32: 10.0, 48: 16.0, 64: 21.0})
     assert cost(128) == pytest.approx(21.0 + 64 * (21.0 - 10.0) / 32)
+    cost.lengthen(1.0)
+    assert cost(8) == pytest.approx(7.0)
+    cost.expect(8, 8.0)
+    assert cost(8) == pytest.approx(8.0)
 
 
 def test_one_interrupted_step_does_not_steer():
@@ -224,6 +235,8 @@ def test_a_large_batch_asks_for_likelier_nodes():
     least = [budget.least_probability(num_rows) for num_rows in (1, 4, 16, 32)]
     assert least == sorted(least)
     assert least[0] < least[-1] / 4
+    budget.observe_unwaited(1, 0.5 * budget.cost(1))
+    assert budget.least_probability(1) > least[0]
 
 
 def test_nodes_that_fill_a_block_are_drafted():
@@ -254,6 +267,9 @@ def test_trees_without_probabilities_stay_whole():
     plain = TokenTree.from_lists([1, 2], [-1, 0])
     kept = node_budget(linear(1.0, 1, 2, 4, 8, start=0.0)).cut([plain, _chain([0.1])], 2)
     assert [tree.num_nodes for tree in kept] == [2, 0]
+    budget = node_budget({1: 0.010, 16: 0.010, 17: 0.015, 32: 0.015})
+    filling = TokenTree.from_lists(range(14), [-1] * 14)  # the block of two requests
+    assert [tree.num_nodes for tree in budget.cut([filling, _chain([0.3])], 2)] == [14, 0]
 
 
 def test_a_tree_that_stays_whole_has_paid_for_the_wait():
@@ -286,6 +302,8 @@ def test_drafting_pauses_longer_and_longer_and_wakes_up():
         pass
     budget.cut([_chain([0.99, 0.99])], 1)
     assert budget.should_draft(1)
+    budget.cut([_chain([0.05])], 1)
+    assert budget.pause[0] > 1, "one lucky draft does not end the caution"
 
 
 @pytest.mark.parametrize(("num_rows", "ends"), [(1, True), (5, False), (12, False), (16, True)])
