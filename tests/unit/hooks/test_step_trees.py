@@ -58,11 +58,12 @@ def make_verifier(*options: Any) -> TreeVerifier:
 
 
 def test_trees_of_requests_outside_the_batch_stay():
-    verifier = make_verifier()
+    verifier = make_verifier(NodeBudget())
     step = verifier.begin_step(["a", "b"], {}, 9, [0, 1, 2], 0.0)
     requests = {i: make_request([0, 3, i], request_id) for i, request_id in enumerate("ab")}
     drafted = verifier.draft(step, requests, torch.zeros(2, 4), time.perf_counter())[0]
     assert verifier.clock._ended > 0.0, "drafting counts as time of the next step"
+    assert verifier.budget._drafting_seconds != NodeBudget()._drafting_seconds
     draft = drafted.copy()
     drafted.clear()  # as vLLM may
     verifier.end_step(verifier.begin_step(["b"], {}, 1, [0, 1], 0.0), [[3]])
@@ -84,11 +85,14 @@ def test_of_a_step_that_has_ended_little_is_left():
     assert [*verifier.budget.cost._expected] == [1]
 
 
-def test_the_budget_pauses_drafting_on_one_rank_only(monkeypatch):
-    monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: False)
-    for share_trees, is_pausing in ((None, True), (lambda trees: trees, False)):
+@pytest.mark.parametrize("should_draft", [False, True])
+def test_the_budget_decides_before_drafts_on_one_rank_only(monkeypatch, should_draft):
+    monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_requests: should_draft)
+    monkeypatch.setattr(NodeBudget, "least_probability", lambda self, num_requests: 0.5)
+    for share_trees, is_alone in ((None, True), (lambda trees: trees, False)):
         step = make_verifier(NodeBudget(), share_trees).begin_step(["a"], {}, 1, [0, 1], 0.0)
-        assert step.is_pausing == is_pausing
+        assert step.is_pausing == (is_alone and not should_draft)
+        assert step.least_probability == (0.5 if is_alone and should_draft else 0.0)
 
 
 @pytest.mark.parametrize("share_trees", [None, lambda trees: trees])
