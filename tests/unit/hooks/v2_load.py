@@ -275,7 +275,8 @@ class Prepared(PreparedDrafts):
 
     def draft(self, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self._drafter.fail_at("draft", self._fault)
-        chains = np.full((len(self._before), WIDTH + 3 * (self._fault == "wide")), -1)
+        behind = -(self._fault != "long")  # a chain, anything may be
+        chains = np.full((len(self._before), WIDTH + 3 * (self._fault == "wide")), behind)
         lengths = np.zeros(len(chains), dtype=np.int64)
         for at, (text, (max_nodes, max_depth), row) in enumerate(self._before):
             new = tokens[row, : counts[row]].tolist()
