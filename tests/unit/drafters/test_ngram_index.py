@@ -136,17 +136,28 @@ def head_candidates(draw: st.DrawFn) -> Candidates:
     )
 
 
-def archive_of(text: list[int], max_order: int) -> native.NativeArchive:
+def arrays_of(text: list[int], max_order: int) -> tuple[np.ndarray, ...]:
+    """Nodes, table and tokens of an archive."""
     index, tokens = native.NativeIndex(max_order), np.array([*text, -1], dtype=np.int32)
     index.add_text(tokens)
-    nodes, table = (np.frombuffer(array, dtype=np.uint8).copy() for array in index.arrays())
-    return native.NativeArchive(nodes, table.view(np.int32), tokens, max_order, 9)
+    nodes, table = (np.frombuffer(array, dtype=np.int32).copy() for array in index.arrays())
+    return nodes, table, tokens
 
 
-def test_an_archive_with_tokens_outside_the_vocabulary_is_refused():
-    archive_of([*range(9)], 8)
-    with pytest.raises(ValueError, match="do not form an n-gram index"):
-        archive_of([*range(10)], 8)
+def archive_of(arrays: tuple[np.ndarray, ...], max_order: int) -> native.NativeArchive:
+    nodes, table, tokens = arrays
+    return native.NativeArchive(nodes.view(np.uint8), table, tokens, max_order, 9)
+
+
+def test_an_archive_that_leads_out_of_its_arrays_is_refused():
+    archive_of(arrays_of([*range(9)], 8), 8)
+    changed = [arrays_of([*range(9)], 8) for _ in range(3)]
+    changed[0][0][8 + 7] = 1  # the first node's text is another one
+    changed[1][1][:] = 1  # a search for a free place of the table has no end
+    changed[2][2][0] = 9
+    for arrays in (*changed, arrays_of([*range(10)], 8)):
+        with pytest.raises(ValueError, match="do not form an n-gram index"):
+            archive_of(arrays, 8)
 
 
 @given(
@@ -173,7 +184,7 @@ def test_compiled_core_equals_its_twin(
     no_candidates = candidates and Candidates(candidates.tokens[:0], candidates.probabilities[:0])
     archives = None, None
     if archived is not None:
-        archives = archive_of(archived, max_order), NgramIndex(max_order)
+        archives = archive_of(arrays_of(archived, max_order), max_order), NgramIndex(max_order)
         archives[1].add_text(np.array([*archived, -1], dtype=np.int32))
     drafts = []
     for backend, archive in zip(backends, archives, strict=True):
@@ -192,6 +203,7 @@ def test_compiled_core_equals_its_twin(
         drafts[-1] += backend.draft_batch([job, shorter], in_order)
         drafts[-1] += backend.draft_batch([heads_alone, job], candidates)
         drafts[-1] += backend.draft_batch([half, answered, answered])
+        drafts[-1] += backend.draft_batch([job._replace(num_indexed=num_indexed // 2)])
         drafts[-1] += backend.draft_batch([job._replace(max_nodes=-3)] * 2)
         drafts[-1] += backend.draft_batch([job._replace(max_nodes=0), job._replace(max_depth=0)])
         drafts[-1].append((store.num_tokens, store.num_nodes, index.num_nodes))

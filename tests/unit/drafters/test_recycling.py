@@ -89,12 +89,14 @@ def test_forgotten_salts_leave_nothing(monkeypatch):
     assert [kept.scope(salt) for salt in ("a", "b", "a", "c", "a", "b")] == [0, 1, 0, 1, 0, 1]
     drafter = make_drafter()
     drafter.recycling = kept
-    drafter.propose([stepped([1, 2, 10], [], [10, 110, 50, 60, 70], cache_salt="b")])
-    [after] = drafter.propose([make_request([5, 2, 20], "b", cache_salt="b")])
-    drafter.propose([make_request([5, 2, 20], salt, cache_salt=salt) for salt in ("c", "d")])
-    [gone] = drafter.propose([make_request([5, 2, 20], "again", cache_salt="b")])
-    assert 60 in after.token_ids.tolist()
-    assert 60 not in gone.token_ids.tolist()
+    others = [make_request([5, 2, 20], salt, cache_salt=salt) for salt in ("c", "d")]
+    for forget in (drafter.reset, lambda: drafter.propose(others)):
+        drafter.propose([stepped([1, 2, 10], [], [10, 110, 50, 60, 70], cache_salt="b")])
+        [after] = drafter.propose([make_request([5, 2, 20], "b", cache_salt="b")])
+        forget()
+        [gone] = drafter.propose([make_request([5, 2, 20], "again", cache_salt="b")])
+        assert 60 in after.token_ids.tolist()
+        assert 60 not in gone.token_ids.tolist()
 
 
 def has_context(table: NativeRecycled, scope: int, context: Sequence[int]) -> bool:
@@ -113,6 +115,17 @@ def write(table: NativeRecycled, scope: int, pairs: Sequence[tuple[int, int]]) -
             recycled=table, scope=scope, rows=row
         )
         backend.draft_batch([job])
+
+
+def test_a_request_that_gets_no_token_writes_nothing():
+    """Its prompt is computed in parts, and drafts were prepared for its batch."""
+    table = NativeRecycled(64, 4)
+    rows = rows_of([list(zip(range(ROW_TOKENS), RATES.tolist(), strict=True))], [], [], [])
+    job = Job(None, None, None, np.array([1, 2, 3], dtype=np.int32), 0, 8, 8, False)
+    packed = NativeBackend(BLEND).pack([job._replace(recycled=table, rows=rows, step_row=0)])
+    for count, is_written in ((0, False), (1, True)):
+        packed.draft((np.full((1, 1), 4), np.array([count])))
+        assert has_context(table, 0, [1, 2, 3]) == is_written
 
 
 def test_no_eviction_tells_of_a_neighbour():

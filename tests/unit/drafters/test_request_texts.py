@@ -106,3 +106,17 @@ def test_text_beyond_the_limit_is_not_indexed():
     (whole,) = texts.update([make_request("b", list(range(30)))])
     assert whole.num_indexed > 0
     assert texts.num_tokens == 30
+    texts.release("b")
+    texts.update([make_request("0_x", list(range(40)), list(range(30)), "x")])
+    assert texts.num_tokens == 50
+
+
+def test_texts_go_on_from_their_ends_where_they_are_indexed_and_there_is_room():
+    texts = RequestTexts(NativeBackend(BLEND), 4, max_tokens=20)
+    request = make_request("a", [1, 2, 3, 4], [5])
+    assert texts.ends([request], 1) is None
+    texts.update([request])
+    [end] = texts.ends([request], 15)
+    assert (end.first, end.tokens.tolist(), end.num_indexed) == (1, [2, 3, 4, 5], 4)
+    assert texts.ends([request], 16) is None
+    assert texts.ends([make_request("a", [1, 2, 3, 4], [6])], 1) is None, "another text"

@@ -138,12 +138,16 @@ def test_a_sessions_answer_is_that_to_its_last_prompt():
 
 
 def test_a_text_that_was_evicted_is_no_answer():
-    store = RequestStore(PythonBackend(BLEND), max_order=8, max_tokens=30)
-    tokens = np.arange(20, dtype=np.int32)
-    add(store, None, tokens, b"question")
-    add(store, None, tokens + 40, b"another")
+    store = RequestStore(PythonBackend(BLEND), max_order=8, max_tokens=40 + 2 * TEXT_TOKENS)
+    for start, prompt in enumerate((b"question", b"question", b"another")):
+        assert store.answer(None, b"question") == start - 1, "the latest, also once others are gone"
+        add(store, None, np.arange(20, dtype=np.int32) + 40 * start, prompt)
+    assert store.answer(None, b"question") == 1
+    add(store, None, np.arange(20, dtype=np.int32), b"")
     assert store.answer(None, b"question") == -1
     assert store.answer(None, b"another") >= 0
+    store.clear()
+    assert store.answer(None, b"another") == -1
 
 
 def test_texts_come_and_go_a_bounded_number_of_tokens_at_a_time():
@@ -213,7 +217,9 @@ def test_the_bound_holds(additions):
     for salt, size in additions:
         add(store, salt, np.arange(size, dtype=np.int32))
         held = [store.index(salt) for salt in (None, "a", "b")]
-        assert store.num_tokens == sum(index.num_tokens for index in held if index)
+        sizes = [index.num_tokens for index in held if index]
+        assert store.num_tokens == sum(sizes)
+        assert 0 not in sizes, "an index of a salt that has no text"
         num_texts = len(store.texts())
         assert store.num_tokens <= 25
         assert num_texts <= 1 or store.num_tokens + TEXT_TOKENS * num_texts <= 25
@@ -232,9 +238,11 @@ def test_texts_that_are_there_are_not_restored_again():
     for _ in range(2):
         add(store, None, np.arange(10, dtype=np.int32))
     for _ in range(2):
-        copy.restore(store.texts())  # both, and nothing the second time
-        copy.take_in(100)
-    assert copy.num_tokens == 20
+        for _ in range(2):
+            copy.restore(store.texts())  # both, and nothing the second time
+            copy.take_in(100)
+        assert copy.num_tokens == 20
+        copy.clear()
 
 
 def test_the_other_of_two_equal_texts_is_not_restored_either():
