@@ -7,6 +7,7 @@ and runs them.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from vllm_trie.lab.tiny_model import model_path
 
 Config = dict[str, Any]
 """Values of a Transformers configuration."""
@@ -389,6 +392,19 @@ def write_config(folder: Path, config: Config) -> str:
         config = {**config, "architectures": [named]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def with_own_tokenizer(folder: Path) -> str:
+    """Write the shipped model with a tokenizer whose class comes with it; return its path."""
+    shutil.copytree(model_path(), folder)
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    settings = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
     return str(folder)
 
 

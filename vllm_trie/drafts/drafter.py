@@ -37,6 +37,10 @@ class DrafterContext:
         tensor_parallel_size, rank: Every rank drafts, and all verify rank 0's trees.
         model, tokenizer: Names or paths of the target model and its tokenizer.
         draft_model: Name or path of the drafter's own weights, for methods that have weights.
+        revision, tokenizer_revision, draft_revision: Branches, tags or commits of these three, if
+            they are repositories.
+        trust_remote_code: Whether code that comes with model and tokenizer may run.
+        download_dir: Where vLLM downloads the model's weights to; None for the hub's cache.
         text_stores: Take the outputs of ended requests and bring those of other engines, see
             :meth:`Drafter.keeps_texts`.
     """
@@ -53,6 +57,11 @@ class DrafterContext:
     model: str = ""
     tokenizer: str | None = None
     draft_model: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+    download_dir: str | None = None
     text_stores: Sequence[TextStore] = ()
 
 

@@ -30,8 +30,15 @@ def fingerprint(vocabulary: dict[str, int]) -> str:
     return digest.hexdigest()
 
 
-def load_tokenizer(name: str) -> TextTokenizer:
+def load_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> TextTokenizer:
     """Load a tokenizer: a Hugging Face name or folder, or a SentencePiece file (`*.model*`).
+
+    Args:
+        name: The tokenizer.
+        revision: Of its repository: a branch, a tag or a commit.
+        trust_remote_code: Whether to run code that comes with it.
 
     Raises:
         ValueError: There is no such tokenizer, or its library is not installed.
@@ -39,12 +46,13 @@ def load_tokenizer(name: str) -> TextTokenizer:
     try:
         if ".model" in Path(name).name and Path(name).is_file():
             return _load_sentencepiece(name)
-        return _load_hugging_face(name)
+        return _load_hugging_face(name, revision, trust_remote_code)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"tokenizer {name!r} cannot be loaded: {reason}; name a folder or a model on the "
-            "Hugging Face hub, or a SentencePiece file (*.model)"
+            "Hugging Face hub, or a SentencePiece file (*.model); --trust-remote-code allows a "
+            "tokenizer's own code"
         ) from error
 
 
@@ -56,10 +64,13 @@ def _load_sentencepiece(name: str) -> TextTokenizer:
     return TextTokenizer(lambda text: list(pieces.encode(text)), vocabulary)
 
 
-def _load_hugging_face(name: str) -> TextTokenizer:
+def _load_hugging_face(name: str, revision: str | None, trust_remote_code: bool) -> TextTokenizer:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    # In engines too, since vLLM's own class for Mistral's files spells tokens in another way.
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code
+    )
     return TextTokenizer(
         # verbose would warn of texts longer than the model's context.
         lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],

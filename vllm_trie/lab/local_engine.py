@@ -228,8 +228,12 @@ def kv_shape(config: Any) -> tuple[int, int]:
     return num_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // num_heads
 
 
-def text_config(model: str) -> Any:
+def text_config(model: str, **options: Any) -> Any:
     """Return Hugging Face's configuration of the model's language part.
+
+    Args:
+        model: Its folder or name.
+        options: Of `from_pretrained`.
 
     Raises:
         typer.BadParameter: There is none.
@@ -237,7 +241,7 @@ def text_config(model: str) -> Any:
     from transformers import AutoConfig
 
     with _errors_name_the_model(model, "cannot be loaded"):
-        return AutoConfig.from_pretrained(model).get_text_config()
+        return AutoConfig.from_pretrained(model, **options).get_text_config()
 
 
 def load_tokenizer(model: str) -> Any:

@@ -43,7 +43,11 @@ class CorpusOptions(ArchiveOptions):
         they keep the first one."""
         if self.corpus is None:
             return super().open_archive(context)
-        tokenizer = load_tokenizer(context.tokenizer or context.model)
+        tokenizer = load_tokenizer(
+            context.tokenizer or context.model,
+            context.tokenizer_revision,
+            context.trust_remote_code,
+        )
         tokenizer_print = fingerprint(tokenizer.vocabulary)
 
         def open_file(path: Path) -> NativeArchive:

@@ -79,6 +79,7 @@ class MedusaDrafter(Drafter):
             context.hidden_size,
             context.vocab_size,
             lambda: target_output_layer(target_model, context),
+            context.draft_revision,
         )
         num_heads = self.options.num_heads or loaded.heads.shape.num_heads
         if num_heads > loaded.heads.shape.num_heads:

@@ -35,7 +35,7 @@ def target_output_layer(target_model: nn.Module, context: DrafterContext) -> Ten
             and weight.shape[1] == context.hidden_size
         ):
             return weight[: context.vocab_size].detach().cpu()  # vLLM pads the rows
-    folder = _folder(context.model)
+    folder = _folder(context)
     layers = None if folder is None else _from_files(folder)
     if layers is not None:
         return layers
@@ -46,15 +46,23 @@ def target_output_layer(target_model: nn.Module, context: DrafterContext) -> Ten
     )
 
 
-def _folder(model: str) -> Path | None:
+def _folder(context: DrafterContext) -> Path | None:
     """Return the folder that a model's path or name stands for: by name, what vLLM has downloaded.
     None if there is no such folder."""
+    model = context.model
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return Path(
+            snapshot_download(
+                model,
+                revision=context.revision,
+                cache_dir=context.download_dir,
+                local_files_only=True,
+            )
+        )
     except (OSError, ValueError):
         return None
 

@@ -58,6 +58,7 @@ def load_checkpoint(
     hidden_size: int,
     vocab_size: int,
     target_output: Callable[[], Tensor] | None = None,
+    revision: str | None = None,
 ) -> Checkpoint:
     """Read heads in either layout.
 
@@ -66,11 +67,12 @@ def load_checkpoint(
         hidden_size, vocab_size: Of the target model, which the heads must fit.
         target_output: Returns the target's own output layer [vocab_size, hidden_size]; called only
             if the checkpoint says `original_lm_head` and does not hold that layer.
+        revision: Of the repository: a branch, a tag or a commit.
 
     Raises:
         CheckpointError: Files are missing or damaged, or the heads do not fit the model.
     """
-    folder, file = locate(path)
+    folder, file = locate(path, revision)
     config = read_config(folder)
     tensors = {_vllm_name(name): value for name, value in read_tensors(file).items()}
     num_heads, num_layers = _num_heads_and_layers(tensors, config, file)
@@ -190,11 +192,12 @@ def _temperatures(config: dict[str, Any], num_heads: int, folder: Path) -> tuple
     return tuple(float(value) for value in given[:num_heads])
 
 
-def locate(path: str | Path) -> tuple[Path, Path]:
+def locate(path: str | Path, revision: str | None = None) -> tuple[Path, Path]:
     """Return the checkpoint's folder and its file of weights.
 
     Args:
         path: A folder, a file of weights in it, or a repository's name on the Hugging Face hub.
+        revision: Of the repository.
 
     Raises:
         CheckpointError: There is no such file.
@@ -203,7 +206,7 @@ def locate(path: str | Path) -> tuple[Path, Path]:
     if given.is_file():
         return given.parent, given
     if not given.is_dir():
-        given = _download(str(path))
+        given = _download(str(path), revision)
     for name in FILE_NAMES:
         if (given / name).is_file():
             return given, given / name
@@ -239,7 +242,7 @@ def check_file(path: str) -> None:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None) -> Path:
     if not _REPOSITORY.fullmatch(name):
         raise CheckpointError(
             f"model={name!r} is neither a folder nor the name of a repository; give the path of a "
@@ -248,7 +251,8 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", *FILE_NAMES]))
+        patterns = ["config.json", *FILE_NAMES]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(
             f"model={name!r} is no folder here, and it could not be downloaded: {error}"

@@ -51,6 +51,9 @@ def build(
             "as Hugging Face has them, or a SentencePiece file."
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the tokenizer.")
+    ] = False,
     duplicates: Annotated[
         _Duplicates,
         typer.Option(
@@ -64,7 +67,7 @@ def build(
         if tokenizer is not None:
             from vllm_trie.files.tokenizers import fingerprint, load_tokenizer
 
-            loaded = load_tokenizer(tokenizer)
+            loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
             encode, vocab_size = loaded.encode, loaded.vocab_size
             mark = fingerprint(loaded.vocabulary)
         items = read_items(source, encode, vocab_size)

@@ -42,10 +42,10 @@ def catalogue_paths(vllm_config: VllmConfig) -> dict[str, Path]:
 
 
 @functools.cache
-def _tokenizer_print(name: str) -> str | None:
+def _tokenizer_print(name: str, revision: str | None, trust_remote_code: bool) -> str | None:
     """Return the fingerprint of a tokenizer, None if it cannot be loaded."""
     try:
-        return fingerprint(load_tokenizer(name).vocabulary)
+        return fingerprint(load_tokenizer(name, revision, trust_remote_code).vocabulary)
     except ValueError:
         return None
 
@@ -70,7 +70,11 @@ def check_catalogues(vllm_config: VllmConfig) -> None:
             header = read_header(path)
             check_vocabulary(path, header, vocab_size)
             if header.tokenizer is not None and not model_config.skip_tokenizer_init:
-                tokenizer = _tokenizer_print(model_config.tokenizer)
+                tokenizer = _tokenizer_print(
+                    model_config.tokenizer,
+                    model_config.tokenizer_revision,
+                    model_config.trust_remote_code,
+                )
                 check_tokenizer(path, header.tokenizer, tokenizer, "the model's")
         except ItemsError as error:
             raise ItemsError(f"{spelled(ITEMS)}[{name!r}] is an unusable file: {error}") from None

@@ -153,22 +153,26 @@ def open_stores(vllm_config: VllmConfig, context: DrafterContext) -> Iterator[Wa
     assert isinstance(options, MemoryOptions)
     if context.rank or (options.store_path is None and options.store is None):
         return
-    identity = engine_identity(context, vllm_config.model_config.revision)
+    identity = engine_identity(context)
     if options.store_path is not None:
         yield WarmStart(Path(options.store_path), identity)
     if options.store is not None:
         yield Replicas(options.store, identity, os.environ.get(USER), os.environ.get(PASSWORD))
 
 
-def engine_identity(context: DrafterContext, revision: str | None) -> Identity:
+def engine_identity(context: DrafterContext) -> Identity:
     """Return what the texts of an engine have in common with those of others like it."""
-    model = f"{context.model} {revision or ''}".strip()
+    model = f"{context.model} {context.revision or ''}".strip()
     return Identity(model, _tokenizer_fingerprint(context), context.vocab_size)
 
 
 def _tokenizer_fingerprint(context: DrafterContext) -> str:
     try:
-        tokenizer = load_tokenizer(context.tokenizer or context.model)
+        tokenizer = load_tokenizer(
+            context.tokenizer or context.model,
+            context.tokenizer_revision,
+            context.trust_remote_code,
+        )
     except ValueError:  # a model that is given token ids has none
         return ""
     return fingerprint(tokenizer.vocabulary)

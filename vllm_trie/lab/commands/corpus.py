@@ -52,10 +52,13 @@ def build(
             "SentencePiece file."
         ),
     ],
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the tokenizer.")
+    ] = False,
 ) -> None:
     """Index texts and write them as one corpus file, about 60 to 150 bytes a token."""
     with errors_end_the_command():
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
         documents = (
             document
             for source in track(sources, "reading", console=Console(stderr=True), transient=True)

@@ -70,7 +70,10 @@ def run(
         ValueError: A setting or a file cannot be used.
     """
     questions = None if prompts is None else synthesis.read_questions(prompts)
-    loaded = load_tokenizer(model)
+    of_model: dict[str, Any] = {
+        name: engine_args[name] for name in ("revision", "trust_remote_code") if name in engine_args
+    }
+    loaded = load_tokenizer(model, **of_model)
     tokenizer = fingerprint(loaded.vocabulary)
     answers = AnswersFile(
         output.with_name(output.name + ".answers.jsonl"),
@@ -92,9 +95,10 @@ def run(
     )
     from transformers import AutoTokenizer
 
-    chat = prompt_format(AutoTokenizer.from_pretrained(model))
+    chat = prompt_format(AutoTokenizer.from_pretrained(model, **of_model))
     if answers.num_tokens < plan.num_tokens:
-        settings = _engine_settings(model, chat, plan, questions, batch_size) | engine_args
+        config = local_engine.text_config(model, **of_model)
+        settings = _engine_settings(config, chat, plan, questions, batch_size) | engine_args
         with local_engine.engine(model, **settings) as llm:
             _synthesize(LocalEngine(llm), chat, plan, answers, questions)
     if answers.num_tokens < plan.num_tokens:
@@ -114,7 +118,7 @@ def run(
 
 
 def _engine_settings(
-    model: str,
+    config: Any,
     chat: PromptFormat,
     plan: Plan,
     questions: Sequence[str] | None,
@@ -125,7 +129,7 @@ def _engine_settings(
     if questions is not None:
         longest = max(len(chat.answer_prompt(question)) for question in questions)
     length = longest + plan.answer_tokens + 1
-    limit = getattr(local_engine.text_config(model), "max_position_embeddings", None) or length
+    limit = getattr(config, "max_position_embeddings", None) or length
     if length > limit:
         raise ValueError(
             f"the longest question and its answer take {length} tokens, the model's limit is "

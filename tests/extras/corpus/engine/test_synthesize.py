@@ -7,11 +7,11 @@ from vllm import SamplingParams
 
 from tests.engine.compare import speculation
 from tests.engine.conftest import Engines
+from tests.engine.families import with_own_tokenizer
 from tests.engine.prompts import prompts
 from tests.processes import run_python
 from vllm_trie.extras.corpus.corpus_file import read_header
 from vllm_trie.lab.local_engine import verifier_of
-from vllm_trie.lab.tiny_model import model_path
 
 RUN_BOTH = """
 import json, sys
@@ -22,15 +22,16 @@ for command in json.loads(sys.argv[1]):
 
 
 def test_a_corpus_of_the_models_own_answers(tmp_path):
-    corpus, model = tmp_path / "own.corpus", str(model_path())
+    corpus, model = tmp_path / "own.corpus", with_own_tokenizer(tmp_path / "model")
     questions = tmp_path / "questions.txt"
     questions.write_text("What is a trie?\nWhat is a cache?\n")
     other = tmp_path / "asked.corpus"
     command = ["corpus", "synthesize", model, "--batch", "16"]
+    command += ["--engine", '{"trust_remote_code": true}']
     command += ["--question-tokens", "300", "-o"]  # this model ends few questions
     free = [*command, str(corpus), "--tokens", "1200"]
     asked = [*command, str(other), "--tokens", "9000", "--prompts", str(questions)]
-    done = run_python("-c", RUN_BOTH, json.dumps([free, asked]))
+    done = run_python("-c", RUN_BOTH, json.dumps([free, asked]), HF_HOME=str(tmp_path / "hub"))
     assert "held-out answers, 32 nodes" in done.stdout
     header = read_header(corpus)
     assert header.num_tokens >= 1200

@@ -44,8 +44,10 @@ def path(tmp_path):
 def letters(monkeypatch):
     """The tokenizer "letters", whose tokens are those of VOCABULARY."""
 
-    def load(name: str) -> TextTokenizer:
-        if name != "letters":
+    def load(
+        name: str, revision: str | None = None, trust_remote_code: bool = False
+    ) -> TextTokenizer:
+        if (name, revision) != ("letters", None):
             return TextTokenizer(encode, {**VOCABULARY, "A": 26})
         return TextTokenizer(encode, VOCABULARY)
 
@@ -77,15 +79,16 @@ def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("letters")
-def test_the_drafter_reads_it(path):
+@pytest.mark.parametrize(
+    "other", [{"tokenizer": "others"}, {"tokenizer": "letters", "tokenizer_revision": "older"}]
+)
+def test_the_drafter_reads_it(path, other):
     context = make_context(tokenizer="letters")
     drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)
     [tree] = drafter.propose([make_request([30, 3, 4])])
     assert tree.token_ids.tolist()[:1] == [5]
     with pytest.raises(CorpusError, match="another tokenizer than the model's"):
-        NgramTrieDrafter(
-            parse_options("ngram_trie", {"corpus": str(path)}), make_context(tokenizer="others")
-        )
+        NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), make_context(**other))
 
 
 def test_tokenizer_and_vocabulary_must_fit(path):

@@ -17,6 +17,9 @@ from tests.extras.heads.unit.support import (
     random_heads,
 )
 from tests.processes import run_python
+from tests.unit.drafters.support import make_context
+from vllm_trie.drafts import parse_options
+from vllm_trie.extras.heads.drafter import MedusaDrafter
 from vllm_trie.extras.heads.reading import CheckpointError, load_checkpoint
 from vllm_trie.extras.heads.training.writing import save_vllm
 
@@ -147,29 +150,48 @@ def test_original_lm_head_in_the_file_or_in_the_model(tmp_path):
         make_medusa(path=tmp_path).load_model(torch.nn.Module())
 
 
+def test_heads_of_a_revision(tmp_path, monkeypatch):
+    save_vllm(random_heads(), tmp_path)
+    snapshots = {("some/heads", "older"): str(tmp_path)}
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, *, revision, **_: snapshots[name, revision],
+    )
+    names = {"draft_model": "some/heads", "draft_revision": "older"}
+    context = make_context(vocab_size=VOCAB, hidden_size=HIDDEN, **names)
+    MedusaDrafter(parse_options("medusa_dynamic", {}), context).load_model(None)
+
+
 WITH_TWO_RANKS = """
 import sys, torch
 from tests.extras.heads.unit.support import HIDDEN, VOCAB
 from tests.unit.drafters.support import make_context
 from vllm_trie.extras.heads.output_layer import target_output_layer
 sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tensor_parallel_size": 2}
-layer = target_output_layer(torch.nn.Module(), make_context(model=sys.argv[1], **sizes))
+model = dict(zip(("model", "revision", "download_dir"), sys.argv[1:]))
+layer = target_output_layer(torch.nn.Module(), make_context(**model, **sizes))
 print(layer.sum().item())
 """
 
 
-@pytest.mark.parametrize("is_name", [False, True])
-def test_the_output_layer_of_a_model_on_two_ranks(tmp_path, is_name):
-    """From the model's files, where the hub's cache has them by name."""
+@pytest.mark.parametrize("place", ["folder", "hub", "download_dir"])
+def test_the_output_layer_of_a_model_on_two_ranks(tmp_path, place):
+    """From the model's files, where the hub's cache or vLLM's has them by name."""
     weight = random_heads().output_weight[0].detach().contiguous()
     repository = tmp_path / "hub" / "models--some--model"
     snapshot = repository / "snapshots" / "0123"
     for folder in (snapshot, repository / "refs"):
         folder.mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0123")
+    revision = "main" if place == "hub" else "older"
+    (repository / "refs" / revision).write_text("0123")
     save_file({"lm_head.weight": weight}, str(snapshot / "model.safetensors"))
-    model = "some/model" if is_name else str(snapshot)
-    printed = run_python("-c", WITH_TWO_RANKS, model, HF_HOME=str(tmp_path)).stdout
+    model = {
+        "folder": [str(snapshot)],
+        "hub": ["some/model"],
+        "download_dir": ["some/model", revision, str(tmp_path / "hub")],
+    }[place]
+    home = tmp_path / "other" if place == "download_dir" else tmp_path
+    printed = run_python("-c", WITH_TWO_RANKS, *model, HF_HOME=str(home)).stdout
     assert float(printed) == weight.sum().item()
 
 

@@ -86,12 +86,17 @@ def test_catalogues_that_cannot_be_served(tmp_path, monkeypatch):
 
 def test_a_catalogue_of_another_tokenizer_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "reason_off", lambda config: None)
-    monkeypatch.setattr(start, "load_tokenizer", lambda name: SimpleNamespace(vocabulary={name: 1}))
+
+    def load(*given: object) -> SimpleNamespace:
+        return SimpleNamespace(vocabulary={" ".join(map(str, given)): 1})
+
+    monkeypatch.setattr(start, "load_tokenizer", load)
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"id": 5, "tokens": [1, 2]}')
-    build_items(tmp_path / "items", read_items(lines), fingerprint({"theirs": 1}))
+    build_items(tmp_path / "items", read_items(lines), fingerprint({"theirs 12 True": 1}))
     config = serving({"shop": str(tmp_path / "items")})
     config.model_config.tokenizer, config.model_config.skip_tokenizer_init = "ours", False
+    config.model_config.tokenizer_revision, config.model_config.trust_remote_code = "12", True
     with pytest.raises(ValueError, match="built with another tokenizer than the model's"):
         start.check_catalogues(config)
     config.model_config.tokenizer = "theirs"

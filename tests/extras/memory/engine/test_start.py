@@ -2,7 +2,10 @@
 
 import pytest
 
+from tests.engine.families import with_own_tokenizer
 from tests.engine.test_configuration import TREES, engine_config, refusal
+from vllm_trie.drafts.engine.start.verifier_setup import drafter_context
+from vllm_trie.extras.memory.warm_start import engine_identity
 
 pytestmark = pytest.mark.usefixtures("inspect_models_here")
 
@@ -22,3 +25,12 @@ def test_a_store_path_that_is_no_folder(tmp_path):
     assert "store_reload_minutes=5 has no effect since 0.5" in said
     said = refusal(speculative_config={"method": "lookahead_trie", "store_path": str(new)})
     assert "store_path: method 'lookahead_trie' with these options keeps no texts" in said
+
+
+def test_a_model_with_code_and_a_revision_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    model = with_own_tokenizer(tmp_path / "model")
+    config = engine_config(model=model, trust_remote_code=True, revision="12")
+    identity = engine_identity(drafter_context(config, None))
+    assert identity.model == f"{model} 12"
+    assert identity.tokenizer

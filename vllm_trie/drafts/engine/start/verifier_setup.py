@@ -82,12 +82,13 @@ def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> Drafter
     """Return what drafters may know about the engine."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
-    assert vllm_config.speculative_config is not None
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
     return DrafterContext(
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        num_nodes=vllm_config.speculative_config.num_speculative_tokens,
+        num_nodes=speculative.num_speculative_tokens,
         hidden_size=model.get_hidden_size(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(vllm_config.device_config.device),
@@ -96,4 +97,9 @@ def drafter_context(vllm_config: VllmConfig, draft_model: str | None) -> Drafter
         model=model.model,
         tokenizer=model.tokenizer,
         draft_model=draft_model,
+        revision=model.revision,
+        tokenizer_revision=model.tokenizer_revision,
+        draft_revision=speculative.revision,
+        trust_remote_code=model.trust_remote_code,
+        download_dir=vllm_config.load_config.download_dir,
     )
