@@ -32,6 +32,7 @@ from tests.processes import environment, run_python
 from vllm_trie.drafts import available_methods
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start import arguments as misspelled
+from vllm_trie.drafts.engine.start.verifier_setup import drafter_context
 from vllm_trie.hooks import ledger, plugin
 from vllm_trie.hooks.ledger import Entry, record, table
 from vllm_trie.hooks.start.limits import reason_off
@@ -123,11 +124,12 @@ def test_command_line(words, arguments):
 @pytest.mark.parametrize("flag", ["--spec-method", "--spec-model", "--speculative-model"])
 def test_heads_on_the_command_line(flag):
     """The flag that names the method leaves the dictionary's `model` to the heads."""
-    heads = json.dumps({"model": str(medusa_path())})
+    heads = json.dumps({"model": str(medusa_path()), "revision": "1234"})
     for method in ("medusa_dynamic", "trie_union"):
         vllm_config = from_command_line(flag, method, "--speculative-config", heads)
         read = config.read(vllm_config)
         assert (read.method, read.draft_model) == (method, str(medusa_path()))
+        assert drafter_context(vllm_config, read.draft_model).draft_revision == "1234"
         with pytest.raises(ValueError, match="needs the Medusa heads") as caught:
             from_command_line(flag, method)
         assert """--speculative-config '{"model": "HEADS"}'""" in str(caught.value)

@@ -43,6 +43,9 @@ _TIERS_OF_ONE_LENGTH = ((16, 1), (64, 2))
 for each of 64 in the time of 2 steps."""
 MAX_NODES = 256
 """Largest node limit: beyond it a tree costs more than it gains on any known hardware."""
+_SCHEDULE = "num_speculative_tokens_per_batch_size"
+_VLLM_FIELDS = (_SCHEDULE, "target_model_config", "target_parallel_config")
+"""Of vLLM's ``SpeculativeConfig`` with each method; vLLM itself adds the last two."""
 
 
 def requested_method(engine_args: EngineArgs) -> str | None:
@@ -122,19 +125,20 @@ def translate(engine_args: EngineArgs) -> None:
 
     vllm_fields = _speculative_config_fields()
     vllm_options = {key: requested.pop(key) for key in list(requested) if key in vllm_fields}
-    _refuse_other_methods_options(method, vllm_options)
     for key, value in plugin_options.items():
         _add(requested, key, value, spelled(key))
     payload = {"method": method, **requested}
     if draft_model is not None:
         payload["draft_model"] = draft_model
     parsed = parse(payload)  # the errors should reach the user now, not in a worker
+    if parsed.speculator is None:
+        _refuse_fields_without_effect(method, vllm_options, has_weights=draft_model is not None)
     is_v2 = vllm_method != runner_choice.V1_METHOD or parsed.speculator is not None
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
     num_nodes = _check_num_nodes(requested_nodes, on_v2 if is_v2 else DEFAULT_NODES)
     if is_v2 and parsed.speculator is None:
         limits = _TIERS if runner_choice.takes_any_length(engine_args) else _TIERS_OF_ONE_LENGTH
-        vllm_options.setdefault("num_speculative_tokens_per_batch_size", _tiers(num_nodes, limits))
+        vllm_options.setdefault(_SCHEDULE, _tiers(num_nodes, limits))
 
     model: str | None = SPECULATOR_CLASS if is_v2 else PROPOSER_CLASS
     if parsed.speculator is not None:
@@ -161,13 +165,21 @@ def _refuse_options_without_method(engine_args: EngineArgs) -> None:
         )
 
 
-def _refuse_other_methods_options(method: str, options: Mapping[str, object]) -> None:
-    """Refuse fields of vLLM's that only its own `ngram` and `suffix` read."""
-    foreign = [key for key in options if key.startswith(("prompt_lookup_", "suffix_decoding_"))]
+def _refuse_fields_without_effect(
+    method: str, options: Mapping[str, object], has_weights: bool
+) -> None:
+    """Refuse fields of vLLM's that are of its own drafters, or change how drafts are verified."""
+    foreign = [
+        f"{key}={value!r}"
+        for key, value in options.items()
+        if value is not None and value is not False and key not in _VLLM_FIELDS
+        if not (key == "revision" and has_weights)
+    ]
     if foreign:
         raise RefusedError(
-            f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read: "
-            "it finds the lengths of its contexts and drafts by itself; leave them out"
+            f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read; "
+            f"of vLLM's fields it reads method, model, num_speculative_tokens, {_SCHEDULE} and, "
+            "next to a model, revision; leave the others out"
         )
 
 
