@@ -187,6 +187,18 @@ def test_a_model_that_embeds_the_tokens_before_each_token():
         assert "LongcatFlashNgram" in refusal(**model, speculative_config=method)
 
 
+def test_diffusion_models_are_refused_by_name(plugin_log):
+    """vLLM gives them a scheduler of its own."""
+    model = {"diffusion_config": {"canvas_length": 8}}
+    plain = engine_config(**model, speculative_config=None)
+    assert "diffusion_scheduler" in plain.scheduler_config.scheduler_cls
+    said = [reason_off(plain), *(refusal(**model, speculative_config=m) for m in (TREES, CHAINS))]
+    plain.scheduler_config.get_scheduler_cls()
+    for message in said:
+        assert "diffusion models are not supported" in message
+    assert "scheduler_cls" not in "".join([*said, plugin_log.text])
+
+
 def test_a_model_without_trees_says_so_at_start_up(tmp_path, caplog, monkeypatch):
     path = write_config(tmp_path / "model", FAMILIES["DeepSeek V2"].config)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

@@ -88,7 +88,15 @@ def _other_cpu() -> str | None:
     return architecture.name if platform.is_cpu() and architecture != CpuArchEnum.X86 else None
 
 
+def _is_diffusion(config: VllmConfig) -> bool:
+    model = getattr(config, "model_config", None)
+    has_config = getattr(config, "diffusion_config", None) is not None
+    return has_config or getattr(model, "is_diffusion", False)
+
+
 def _other_scheduler(config: VllmConfig) -> Any:
+    if _is_diffusion(config):
+        return None  # vLLM sets its own, and another row has these models
     given = config.scheduler_config.scheduler_cls
     name = given if isinstance(given, str) else getattr(given, "__module__", "")
     return None if name.startswith("vllm_trie.searches.engine.scheduler") else given
@@ -177,9 +185,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(ALL, "encoder-decoder models",
         lambda c: c.model_config.is_encoder_decoder,
         "{model}: encoder-decoder models are not supported"),
-    Limit(BEAMS, "diffusion models",
-        lambda c: getattr(c.model_config, "is_diffusion", False),
-        "{model}: diffusion models are not supported"),
+    Limit(ALL, "diffusion models", _is_diffusion, "{model}: diffusion models are not supported"),
     Limit(ALL, "LongCat-Flash-Lite",
         lambda c: "LongcatFlashNgramForCausalLM" in (c.model_config.architectures or ()),
         "{model}: models that embed the tokens before each token are not supported: vLLM keeps "

@@ -45,6 +45,8 @@ from vllm_trie.searches.engine.scheduler.proxies import allocate_slots
 logger = init_logger(__name__)
 
 _scheduler = of_beams("v1.core.sched.scheduler:Scheduler.")
+_OF_DIFFUSION = "vllm.v1.core.sched.diffusion_scheduler."
+"""Schedulers that vLLM sets for diffusion models by itself."""
 
 
 class TrieBeamScheduler(Scheduler):
@@ -161,10 +163,11 @@ class AsyncTrieBeamScheduler(TrieBeamScheduler, AsyncScheduler):
 def get_scheduler_cls(original: Callable[..., Any], self: SchedulerConfig) -> Any:
     """Choose a scheduler with beam search where the user left ``scheduler_cls`` out."""
     if self.scheduler_cls is not None:
-        logger.info_once(
-            "Native beam search is off: scheduler_cls=%s was given; leave it out to have it. "
-            "vLLM's own beam search is used.",
-            str(self.scheduler_cls),
-        )
+        if not str(self.scheduler_cls).startswith(_OF_DIFFUSION):
+            logger.info_once(
+                "Native beam search is off: scheduler_cls=%s was given; leave it out to have it. "
+                "vLLM's own beam search is used.",
+                str(self.scheduler_cls),
+            )
         return original(self)
     return AsyncTrieBeamScheduler if self.async_scheduling else TrieBeamScheduler
