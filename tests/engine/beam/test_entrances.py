@@ -1,14 +1,19 @@
 """``LLM.beam_search`` and ``LLM.generate``: what goes in, what comes out, what is refused."""
 
+import ast
 import math
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import vllm
 
 from tests.engine.beam.cases import check_case, prompt, request_of
 from tests.engine.beam.lora import make_adapters
 from tests.engine.beam.oracle import Case, search
+from tests.engine.beam.simulation import prepare_params
+from tests.newer_vllm import newer_vllm
 from vllm_trie.lab.local_engine import scheduler_of
 from vllm_trie.lab.tiny_model import model_path
 
@@ -46,6 +51,56 @@ def test_the_prompt_of_a_running_search_is_not_queued(engine):
     assert output.num_cached_tokens == 0
     times = output.metrics
     assert times.queued_ts <= times.scheduled_ts < times.first_token_ts < times.last_token_ts
+
+
+def test_a_search_that_does_not_read_the_prefix_cache(engine):
+    llm = engine(**OPTIONS)
+    source, cached = [{"prompt_token_ids": list(prompt(11, 80))}], []
+    for skip in (None, None, True):
+        params = beam_params(skip_reading_prefix_cache=skip)
+        (result,) = llm.generate(source, params, use_tqdm=False)
+        cached.append(result.num_cached_tokens)
+    assert cached[1:] == [64, 0]
+
+
+HONOURED = {
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p",
+    "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
+    "logprobs", "flat_logprobs", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+    "structured_outputs", "logit_bias", "allowed_token_ids", "extra_args", "bad_words",
+    "skip_reading_prefix_cache",
+}  # fmt: skip
+REFUSED = {
+    "min_p": 0.1, "prompt_logprobs": 1, "prompt_logprob_token_ids": [[1]],
+    "prompt_logprob_start": 0, "logprob_token_ids": [1], "repetition_detection": "any",
+    "thinking_token_budget": 1, "trace_decode_token_ids": [1],
+}  # fmt: skip
+WITHOUT_EFFECT = {
+    "watermarking",  # off in searches
+    "stream_interval",  # it has one output
+    "routed_experts_prompt_start",  # searches are off where experts are returned
+    "skip_clone", "output_text_buffer_length", "_eos_token_id", "_all_stop_token_ids",
+    "_bad_words_token_ids", "_watermarking_skipped",  # vLLM's own
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", ["installed", "newer"])
+def test_every_sampling_parameter_is_honoured_or_refused(release):
+    """One that a release of vLLM adds is for a human to judge."""
+    packages = Path(vllm.__file__).parents[1]
+    if release == "newer":
+        packages = Path(newer_vllm()["PYTHONPATH"])
+    source = ast.parse((packages / "vllm" / "sampling_params.py").read_text())
+    classes = {node.name: node for node in source.body if isinstance(node, ast.ClassDef)}
+    body = classes["SamplingParams"].body
+    names = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+    assert names == HONOURED | REFUSED.keys() | WITHOUT_EFFECT
+    for name, value in REFUSED.items():
+        params = beam_params()
+        setattr(params, name, value)
+        with pytest.raises(ValueError, match=f"{name}=.* is not supported with beam_width"):
+            prepare_params(params)
 
 
 @pytest.mark.parametrize("concurrency_limit", [None, 1, 2])

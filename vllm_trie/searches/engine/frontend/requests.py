@@ -77,7 +77,8 @@ _RULES = (
         "use a value of at least 0"),
     _Rule("min_p", lambda value: not value),
     _Rule("prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids "
-        "repetition_detection thinking_token_budget", lambda value: value is None),
+        "repetition_detection thinking_token_budget trace_decode_token_ids",
+        lambda value: value is None),
     _Rule("bad_words stop stop_token_ids logit_bias", _is_short,
         f"use at most {MAX_RULES} entries"),
     _Rule("stop", lambda stops: all(len(stop) <= MAX_STOP_LENGTH for stop in stops or ()),

@@ -76,7 +76,9 @@ class BeamGroup:
         self.arrival, self.arrival_step = time.monotonic(), arrival_step
         self.started = False
         engine = engine._replace(on_device=engine.on_device and group_search.is_plain)
-        params = internal_params(max_new_tokens)
+        params = internal_params(
+            max_new_tokens, skip_reading_prefix_cache=params.skip_reading_prefix_cache
+        )
         self.beams = GroupBeams(request, params, self.search, engine)
         self._report: dict[str, object] | None = None
         # Those of the present step of the search, by pass; None if the worker failed.
