@@ -83,7 +83,8 @@ def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_text_reaches_the_other_replicas_in_less_than_a_second(server, join):
+def test_a_text_reaches_the_other_replicas_in_less_than_a_second(server, join, monkeypatch):
+    monkeypatch.setattr(replicas, "MAX_TOKENS", 16)
     first, second, late = (join(server.url) for _ in range(3))
     foreign = join(server.url, IDENTITY._replace(tokenizer="another"))
     for replica in (first, second, foreign):
@@ -91,7 +92,7 @@ def test_a_text_reaches_the_other_replicas_in_less_than_a_second(server, join):
     first.add(text(0))
     first.add(text(100, salt_digest("another")))
     [got] = receive(second, 1)
-    assert got.token_ids.tolist() == list(range(20))
+    assert got.token_ids.tolist() == list(range(4, 20)), "of a longer text the end"
     assert got[0] == SALT
     assert got.prompt == b"12345678"
     late.listen(SALT)
@@ -113,8 +114,11 @@ def test_the_server_holds_no_salt(server, join):
 
 
 def test_streams_are_bounded_in_length_and_age(server, join, monkeypatch):
+    """As is what waits for an engine, but for the last read."""
     monkeypatch.setattr(replicas, "MAX_ENTRIES", 200)
-    first = join(server.url)
+    monkeypatch.setattr(replicas, "MAX_INCOMING", 20)
+    first, idle = join(server.url), join(server.url)
+    idle.listen(SALT)
     first.add(text(0))
     wait_for(server.client.keys)
     [name] = server.client.keys()
@@ -129,6 +133,22 @@ def test_streams_are_bounded_in_length_and_age(server, join, monkeypatch):
     assert server.client.xlen(name) <= 400  # the server drops entries by the hundred
     assert server.client.xrange(name, count=1)[0][0] > b"1000000"
     assert 0 < server.client.ttl(name) <= replicas.MAX_AGE
+    assert 0 < len(idle._incoming) <= replicas._ENTRIES_AT_ONCE
+
+
+def test_own_texts_leave_while_those_of_others_never_end(server, join, monkeypatch):
+    first, is_reading = join(server.url), threading.Event()
+
+    def read(names: Any, block: Any) -> Any:
+        is_reading.set()
+        time.sleep(0.001)
+        return names
+
+    monkeypatch.setattr(first, "_read_streams", read)
+    first.listen(SALT)
+    assert is_reading.wait(5.0)
+    first.add(text(0))
+    wait_for(server.client.keys)
 
 
 def test_without_the_server_nothing_waits(tmp_path, join, caplog):
@@ -292,6 +312,7 @@ def test_what_was_published_before_is_forgotten(server, join, monkeypatch, hours
     assert second.receive(1000) == []
     wait_for(lambda: None not in (second._first, *second._streams.values()))
     second.listen(late)
+    wait_for(lambda: second._streams[second._stream(late)] != second._first)
     first.add(text(500))
     first.add(text(600, late))
     assert {int(got.token_ids[0]) for got in receive(second, 2)} == {500, 600}
@@ -377,6 +398,16 @@ def test_of_entries_that_are_too_large_little_is_read(server, join, caplog, monk
     server.client.xadd(name, honest)
     assert len(receive(first, 1)) == 1, "the others are heard"
     assert warned(caplog, "nothing is shared") == 0
+
+
+def test_each_reply_has_bounds_of_its_own(server, monkeypatch):
+    monkeypatch.setattr(bounded_reply, "MAX_KEPT", 2500)
+    monkeypatch.setattr(bounded_reply, "MAX_LINES", 9)
+    client = connect(server.url)
+    client.set("a", b"x" * 1000)
+    for _ in range(3):
+        assert list(map(len, client.mget(["a"] * 3))) == [1000, 1000, 0]
+    client.close()
 
 
 @pytest.mark.parametrize("reply", [b"$9999999999\r\n", b"+", b"*9999999999\r\n"])
