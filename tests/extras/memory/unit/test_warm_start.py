@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.drafters.support import VOCAB, end, make_drafter, make_request
+from tests.unit.drafters.support import VOCAB, end, make_context, make_drafter, make_request
 from vllm_trie.drafts import Drafter
 from vllm_trie.drafts.engine.tree_step import TreeStep
 from vllm_trie.extras.memory import warm_start as module
+from vllm_trie.extras.memory.options import MemoryOptions
 from vllm_trie.extras.memory.store_file import Identity, StoreHeader, read_store, write_store
 from vllm_trie.extras.memory.warm_start import WarmStart
 from vllm_trie.hooks.wire import TreeStats
@@ -138,8 +140,9 @@ def test_saves_at_intervals_in_a_thread_and_at_the_end(tmp_path, monkeypatch):
     assert threads == []  # not before the interval has passed
     monkeypatch.setattr(saving, "_next_save", 0.0)
     answer(drafter, ANSWER)
-    end_step(saving)
-    finish_job(saving)
+    for _ in range(2):  # the second time, long before the next one is due
+        end_step(saving)
+        finish_job(saving)
     assert len(threads) == 1
     assert threads[0] != threading.current_thread().name
     [path] = tmp_path.glob("*.store")
@@ -195,6 +198,19 @@ def test_engines_of_one_model_share_a_file_and_the_last_save_stays(tmp_path):
     assert len([*folder.iterdir()]) == 2
     _, restarted = start(folder)
     assert drafted(restarted, [5, *ANSWER])[0] == 16
+
+
+def test_the_first_rank_alone_saves_and_revisions_have_files_of_their_own(tmp_path, monkeypatch):
+    options = MemoryOptions(store_path=str(tmp_path))
+    monkeypatch.setattr(module.config, "read", lambda _: SimpleNamespace(engine_options=options))
+
+    def files(revision: str | None, rank: int = 0) -> list[Path]:
+        vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(revision=revision))
+        context = make_context(model=str(tmp_path / "model"), rank=rank)
+        return [store._path for store in module.open_stores(vllm_config, context)]
+
+    assert files(None, rank=1) == []
+    assert len({*files(None), *files("main"), *files(None)}) == 2
 
 
 def make_pipe(path: Path) -> None:
