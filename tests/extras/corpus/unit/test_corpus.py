@@ -58,22 +58,26 @@ def letters(monkeypatch):
 @pytest.mark.usefixtures("letters")
 def test_a_corpus_is_replaced_while_it_is_used(path, tmp_path, monkeypatch):
     monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
-    context = make_context(tokenizer="letters")
-    drafter = NgramTrieDrafter(parse_options("ngram_trie", {"corpus": str(path)}), context)
+    options = parse_options("ngram_trie", {"corpus": str(path)})
+    drafter, on_two_ranks = (
+        NgramTrieDrafter(options, make_context(tokenizer="letters", tensor_parallel_size=size))
+        for size in (1, 2)
+    )
 
-    def draft() -> list[int]:
+    def draft(drafter: NgramTrieDrafter = drafter) -> list[int]:
         for _ in range(2):
             [tree] = drafter.propose([make_request([30, 3, 4])])
             end(drafter, "a")
-            file = drafter._newest_archive.__self__
-            if file._thread is not None:
+            file = getattr(drafter._newest_archive, "__self__", None)
+            if file is not None and file._thread is not None:
                 file._thread.join()
         return tree.token_ids[:1].tolist()
 
-    assert draft() == [5]
+    assert draft() == draft(on_two_ranks) == [5]
     write_corpus(tmp_path / "new", [np.array([3, 4, 9, 3, 4, 9])], 26, fingerprint(VOCABULARY))
     (tmp_path / "new").replace(path)
     assert draft() == [9]
+    assert draft(on_two_ranks) == [5], "they would see it at different steps"
     os.truncate(path, 0)
     assert draft() == [9]
 
@@ -98,6 +102,7 @@ def test_tokenizer_and_vocabulary_must_fit(path):
     assert fingerprint({"a": 1, "b": 0}) == written_before, "earlier files fit no more"
     with pytest.raises(CorpusError, match="its vocabulary has 26 tokens, the model's has 25"):
         open_corpus(path, vocab_size=25)
+    open_corpus(path, vocab_size=26)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
