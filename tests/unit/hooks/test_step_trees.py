@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from tests.unit.tree.strategies import token_trees
 from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
-from vllm_trie.drafts.budget import NodeBudget
+from vllm_trie.drafts.budget import DraftForecast, NodeBudget
 from vllm_trie.drafts.engine.guard import GuardedDrafter
 from vllm_trie.drafts.engine.verification.placement import scheduled_tree
 from vllm_trie.drafts.engine.verifier import TreeVerifier
@@ -105,3 +105,12 @@ def test_rejected_nodes_are_forgotten_with_time(share_trees):
     for _ in range(4000):
         verifier.begin_step(["a"], {}, 1, [0, 1], 0.0)
     assert budget.acceptance(predicted)[0] > 0.8
+
+
+def test_a_step_ahead_of_drafts_has_a_place_for_each_that_may_have_one():
+    """Also where no node is worth its cost, as the host would wait without any."""
+    verifier = make_verifier(NodeBudget())
+    verifier.forecast = DraftForecast(4)
+    for num_tokens in (1, 100):
+        verifier.budget.cost.expect(num_tokens, num_tokens)
+    assert verifier.planned_lengths({"a": 4, "b": 0}) == {"a": 1, "b": 0}
