@@ -130,7 +130,6 @@ class V1Speculation(Adapter):
         is_greedy = step.has_drafts and is_plain_greedy(metadata)
         argmax = self._read_logits(step, logits, is_greedy)
         if not step.has_drafts:
-            self.verifier.accept(step, step.accepted)
             output: SamplerOutput = sampler(logits=logits, sampling_metadata=metadata)
             return output
         if is_greedy:
@@ -349,7 +348,7 @@ class ChainRunnerMixin(_Runner):
         until=STATS,
     )
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        is_hidden = self.adapter.verifier.step.is_pausing and self.execute_model_state is not None
+        is_hidden = self.adapter.verifier.step.is_pausing
         with self.without_speculation(is_hidden), self._without_discarded_generators():
             output: Any = super().sample_tokens(grammar_output)
         if is_hidden:
