@@ -146,6 +146,7 @@ class HiddenStateDrafter(OracleDrafter):
     salts: ClassVar[dict[str, str | None]] = {}
 
     def propose_one(self, request: DraftRequest, tokens: list[int]) -> TokenTree:
+        assert not request.token_ids.flags.writeable, "it is the engine's"
         self.seen.append((tuple(tokens), request.hidden_state.clone()))
         self.salts[request.request_id] = request.cache_salt
         self.steps.append((tuple(tokens), request.last_step))

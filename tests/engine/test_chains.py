@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -21,6 +27,7 @@ from tests.engine.compare import (
     speculation,
 )
 from tests.engine.prompts import prompts
+from vllm_trie.drafts.budget import NodeBudget
 from vllm_trie.lab.local_engine import runner_of, verifier_of
 from vllm_trie.lab.tiny_model import medusa_path
 
@@ -63,15 +70,17 @@ def test_attention_and_verification_are_vllms(engine, expected, monkeypatch):
             generate(llm, prompts(1), SamplingParams(**left_out))
 
 
-def test_logprobs_of_listed_tokens(engine, expected):
-    """Beside requests with logprobs of other tokens, and with none."""
-    wishes = {"logprob_token_ids": [300, 5, 17]}, {"logprobs": 2}, {}
+@pytest.mark.parametrize("verification", ["chain", "tree"])
+@pytest.mark.parametrize("num_requests", [3, 1])
+def test_logprobs_of_listed_tokens(engine, expected, verification, num_requests):
+    """Beside requests with logprobs of other tokens, and with none; and alone."""
+    wishes = ({"logprob_token_ids": [300, 5, 17]}, {"logprobs": 2}, {})[:num_requests]
     greedy = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(**greedy, **wish) for wish in wishes]
-    plain = generate(engine(), prompts(3), params)
-    llm = engine(**chains("test_oracle", 9))
+    plain = generate(engine(), prompts(num_requests), params)
+    llm = engine(**speculation("test_oracle", 9, verification=verification))
     before = accepted_tokens(llm)
-    outputs = generate(llm, prompts(3), params)
+    outputs = generate(llm, prompts(num_requests), params)
     assert accepted_tokens(llm) > before
     assert differences(plain, outputs) == []
     # Where a request lists tokens, plain vLLM gives the others theirs beside the sampled one.
@@ -115,8 +124,21 @@ def test_length_limit_and_aborts(engine):
     assert not [r for r in verifier_of(llm)._stored_trees if r.startswith("abort-")]
 
 
-def test_kv_connector(engine, expected, tmp_path):
+def counted(calls: Counter[str], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[method.__name__] += 1
+        return method(*args, **kwargs)
+
+    return call
+
+
+def test_kv_connector(engine, expected, tmp_path, monkeypatch):
     """KV that vLLM's connector writes and reads, with drafts and in steps that want none."""
+    answers, calls = itertools.cycle([True] * 3 + [False] * 3), Counter[str]()
+    monkeypatch.setattr(NodeBudget, "should_draft", lambda self, num_rows: next(answers))
+    for name in ("start_load_kv", "wait_for_save"):
+        method = getattr(ExampleConnector, name)
+        monkeypatch.setattr(ExampleConnector, name, counted(calls, method))
     connector = KVTransferConfig(
         kv_connector="ExampleConnector",
         kv_role="kv_both",
@@ -132,5 +154,6 @@ def test_kv_connector(engine, expected, tmp_path):
         for _ in range(2):
             assert check_same_outputs(llm, expected, GREEDY, 4) > 0.1
             assert list(tmp_path.rglob("*.safetensors"))
+        assert 0 < calls["start_load_kv"] == calls["wait_for_save"], "each step ends with a save"
     finally:
         ensure_kv_transfer_shutdown()

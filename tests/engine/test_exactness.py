@@ -44,13 +44,17 @@ def test_greedy(engine, expected, method, num_nodes, batch_size):
 
 
 @pytest.mark.parametrize("off", [False, 0])  # 0 is what vLLM makes of JSON's false
-def test_opted_out_request_gets_no_drafts(engine, expected, off):
+def test_opted_out_request_gets_no_drafts_and_is_not_learned_from(
+    engine, expected, monkeypatch, off
+):
     llm = engine(**speculation("test_oracle", 32))
     quiet = GREEDY.clone()
     quiet.extra_args = {"speculation": off}
-    before = accepted_tokens(llm)
-    generate(llm, prompts(4), quiet)
+    before, drafter, sizes = accepted_tokens(llm), verifier_of(llm).guard.drafter, []
+    monkeypatch.setattr(drafter, "released", lambda request, output: sizes.append(len(output)))
+    generate(llm, prompts(4), quiet, 1)  # the next one's first step tells of an end
     assert accepted_tokens(llm) == before
+    assert sizes[-3:] == [0] * 3
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
@@ -169,13 +173,24 @@ def test_up_to_the_length_limit(engine):
     assert all(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 160 for o in outputs)
 
 
-def test_natural_end(engine):
-    """Requests that end at EOS inside an accepted path."""
+def test_natural_end(engine, monkeypatch):
+    """Requests that end at EOS inside an accepted path; nobody drafts after it."""
     params = SamplingParams(temperature=0.0, max_tokens=300)
     expected = plain_outputs(engine(), prompts(12), params)
-    outputs = generate(engine(**speculation("test_oracle", 32)), prompts(12), params)
+    llm = engine(**speculation("test_oracle", 32))
+    drafter, drafted_after = verifier_of(llm).guard.drafter, set()
+
+    def propose(requests):
+        drafted_after.update(request.token_ids[-1] for request in requests)
+        return type(drafter).propose(drafter, requests)
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    outputs = generate(llm, prompts(12), params)
     assert differences(expected, outputs) == []
-    assert any(o.outputs[0].finish_reason == "stop" for o in outputs)
+    ended = [o.outputs[0] for o in outputs if o.outputs[0].finish_reason == "stop"]
+    ends = {output.token_ids[-1] for output in ended}
+    assert ends
+    assert ends.isdisjoint(drafted_after)
 
 
 def test_compiled_mode(engine, expected):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -56,9 +57,13 @@ def test_pausing_steps_do_nothing_for_drafts(engine, pauses, monkeypatch):
         "_calc_spec_decode_metadata",
         "propose_draft_token_ids",
     )
-    totals = verifier_of(llm).totals
+    verifier, timed = verifier_of(llm), Counter[int]()
+    monkeypatch.setattr(verifier.budget, "observe_step", lambda size, _: timed.update([size]))
+    totals, started = verifier.totals, time.perf_counter()
     before = totals.steps, totals.tokens
     assert differences(expected, generate(llm, prompts(4), GREEDY, 1)) == []
+    assert timed[1] > 0 < timed.total() - timed[1], "steps without drafts, and with them"
+    assert verifier.clock._ended > started
     assert 0 < calls["_calc_spec_decode_metadata"] <= calls["propose_draft_token_ids"]
     # Four of nine steps draft.
     assert calls["propose_draft_token_ids"] / calls["_prepare_inputs"] == pytest.approx(
