@@ -292,6 +292,7 @@ def server_options(folder: Path) -> list[str]:
     return [
         *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--max-num-seqs", "32"),
         *("--additional-config", json.dumps({"vllm_trie": {"items": catalogues}})),
+        "--enable-scale-out",
         *("--spec-method", "ngram_trie", "--speculative-config", json.dumps(speculation)),
     ]
 

@@ -167,3 +167,7 @@ for _name in ALL:
     _predicted.wraps(f"entrypoints.openai.{_name}", "takes predictions, counts them in the usage")(
         _answer
     )
+_predicted.wraps(
+    "entrypoints.scale_out.render.serving:ServingRender.render_chat_request",
+    "puts predictions into what it renders",
+)(_answer)

@@ -128,7 +128,8 @@ async def take_prediction(serving: Any, request: Any) -> None:
             prediction = text_of_field(field)
         others = {key: value for key, value in xargs.items() if key != PREDICTION}
         packed = None
-        if "vllm_xargs" not in type(request).model_fields:  # vLLM makes a request of each chat
+        makes_requests = "vllm_xargs" not in type(request).model_fields  # of each chat
+        if makes_requests or not hasattr(serving, "engine_client"):  # which renders requests
             packed = prediction
         elif prediction is not None:
             make_packed = make_async(pack, executor=serving.renderer._executor)

@@ -187,3 +187,18 @@ def test_bad_predictions_name_the_field(answers):
     for status, message in answers.bad:
         assert status == 400
         assert "prediction" in message
+
+
+def test_a_rendered_chat_has_its_prediction(full_server):
+    """It travels as text, which the server that generates tokenizes."""
+    prediction = {"type": "content", "content": SOURCE}
+    settings = {"model": MODEL_NAME, "max_tokens": 80, "temperature": 0.0}
+    body = {**settings, "messages": CHATS[0], "prediction": prediction}
+    rendered = full_server.http.post("/v1/chat/completions/render", json=body).json()
+    assert rendered["sampling_params"]["extra_args"] == {"prediction": SOURCE}
+    before = full_server.metrics()
+    assert full_server.http.post("/inference/v1/generate", json=rendered).status_code == 200
+    accepted = "vllm:trie_accepted_prediction_tokens_total"
+    assert full_server.metrics()[accepted] > before.get(accepted, 0.0) + 20
+    bad = {**body, "prediction": BAD[0]}
+    assert full_server.http.post("/v1/chat/completions/render", json=bad).status_code == 400
