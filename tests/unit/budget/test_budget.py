@@ -359,6 +359,14 @@ def test_drafts_are_weighed_against_steps_that_nobody_waits_for(seconds, keeps):
     assert budget.cut([_chain([0.3])], 1)[0].num_nodes == 1
 
 
+def test_nothing_pauses_to_measure_what_other_pauses_have():
+    budget = node_budget(linear(0.02, 1, 2, 4), waits=True)
+    for _ in range(600):
+        budget.observe_unwaited(1, 1.02)
+        budget.cut([_chain([0.9])], 1)
+        assert budget.should_draft(1)
+
+
 class _Device(NamedTuple):
     """Seconds of a step of a batch.
 

@@ -73,7 +73,8 @@ def test_a_prefill_under_way_gets_its_tokens():
     prefill = request(600, num_computed_tokens=400)
     assert drafts_left([decoding[0], prefill, decoding[1]]) == [27, 0, 27]
     prefill = request(600, num_computed_tokens=200)  # too long for the step without drafts, too
-    assert drafts_left([decoding[0], prefill]) == [27, 0]
+    long_draft = request(120, draft=200, num_computed_tokens=119)
+    assert drafts_left([long_draft, prefill]) == [127, 0]
 
 
 def test_a_prompt_without_memory_takes_no_room():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.unit.drafters.support import VOCAB, make_context, make_request
 from vllm_trie.drafts import Drafter, DrafterOptions, DraftRequest
@@ -18,6 +19,7 @@ from vllm_trie.drafts.engine.draft_requests import (
     _cache_salt,
     _sample_of,
     constant_fields,
+    draft_request,
     ended_request,
 )
 from vllm_trie.drafts.engine.guard import FIRST_PAUSE_S, LONGEST_PAUSE_S, GuardedDrafter
@@ -271,6 +273,22 @@ def test_adapters_and_salts_never_collide():
 def test_samples_are_known_by_their_ids():
     assert _sample_of("12_chat-1") == _sample_of("0_chat-1") == "chat-1"
     assert [_sample_of(name) for name in ("chat_1", "7", "_x", "7_")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "is_chain"),
+    [
+        ({}, False),
+        ({"thinking_token_budget": 3}, True),
+        ({"structured_outputs": StructuredOutputsParams(regex="a*")}, True),
+    ],
+)
+def test_what_vllm_checks_along_a_chain_is_a_chain(params, is_chain):
+    data = SimpleNamespace(sampling_params=SamplingParams(**params), lora_request=None)
+    text = np.array([7, 2, 12], dtype=np.int32)
+    fields = constant_fields("a", data, 2)
+    request = draft_request(fields, data.sampling_params, text, 1, 100, 8, False)
+    assert request.chain_only == is_chain
 
 
 @pytest.mark.parametrize(
