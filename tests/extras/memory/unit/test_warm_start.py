@@ -205,8 +205,8 @@ def test_the_first_rank_alone_saves_and_revisions_have_files_of_their_own(tmp_pa
     monkeypatch.setattr(module.config, "read", lambda _: SimpleNamespace(engine_options=options))
 
     def files(revision: str | None, rank: int = 0) -> list[Path]:
-        vllm_config: Any = SimpleNamespace(model_config=SimpleNamespace(revision=revision))
-        context = make_context(model=str(tmp_path / "model"), rank=rank)
+        context = make_context(model=str(tmp_path / "model"), rank=rank, revision=revision)
+        vllm_config: Any = None
         return [store._path for store in module.open_stores(vllm_config, context)]
 
     assert files(None, rank=1) == []
