@@ -68,7 +68,8 @@ def cheapest_passes(generated: np.ndarray, num_computed: int, room: Room) -> Pas
         RefusedError: It is too little for one hypothesis.
     """
     length = generated.shape[1]
-    common = _common_tokens(generated).tolist()
+    # Of two that are equal, in diverse groups, each computes its last token itself.
+    common = _common_tokens(generated[:, :-1]).tolist()
     best: Passes | None = None
     fewest = 0
     for depth in _depths(length, num_computed):
@@ -100,7 +101,7 @@ def _passes(
     """Return the passes behind anchors of a depth; None if there is too little room.
 
     Args:
-        common: Tokens that two hypotheses have in common, behind the prompt.
+        common: Tokens that two hypotheses have in common, behind the prompt and before their last.
         depth: Of the anchors.
         length: Of the hypotheses.
         num_computed: As in :func:`cheapest_passes`.
@@ -117,7 +118,7 @@ def _passes(
     begins, used = [0], 0
     for row, tokens in enumerate(common):
         shared = max(tokens[begins[-1] : row], default=-1)
-        needed = _num_blocks(min(shared, length - 1), depth, length, room)
+        needed = _num_blocks(shared, depth, length, room)
         if used + needed > free or row - begins[-1] == room.num_beams:
             if row == begins[-1]:
                 return None
