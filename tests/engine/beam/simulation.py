@@ -26,7 +26,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreEventType
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -75,10 +80,10 @@ def fingerprints(token_ids: list[int]) -> list[int]:
 
 @dataclass
 class WorkerRequest:
-    """What the worker knows of a request."""
+    """What the worker knows of a request; its blocks are by KV cache group."""
 
     token_ids: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_prompt_tokens: int
     num_logprobs: int | None
 
@@ -89,14 +94,14 @@ class Chain:
 
     Attributes:
         tokens: what they compute.
-        blocks: their block tables behind the prompt's full blocks.
+        blocks: by KV cache group, their block tables behind the prompt's full blocks.
         places: the place of each beam in the order of the search.
         totals: float32 [beams], in that order.
         children: in that order, token, place, and place of the parent.
     """
 
     tokens: list[int]
-    blocks: list[list[int]]
+    blocks: list[list[list[int]]]
     places: list[int]
     totals: np.ndarray | None = None
     children: list[tuple[int, int, int]] = field(default_factory=list)
@@ -104,10 +109,15 @@ class Chain:
 
 class Worker:
     """Checks what a scheduler sends, and answers. It keeps the tokens that it samples, as Model
-    Runner V2 does; of a resumed request it takes the scheduler's."""
+    Runner V2 does; of a resumed request it takes the scheduler's.
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    Args:
+        block_size: Of all KV cache groups.
+        windows: The tokens that each group's layers attend to.
+    """
+
+    def __init__(self, block_size: int, windows: list[int]) -> None:
+        self.block_size, self.windows = block_size, windows
         self.requests: dict[str, WorkerRequest] = {}
         self.slots: dict[int, int] = {}
         self.before: dict[int, int] = {}  # fingerprint -> that of one token less
@@ -131,7 +141,7 @@ class Worker:
             assert new.prompt_token_ids is not None
             self.requests[new.req_id] = WorkerRequest(
                 [int(token) for token in new.prompt_token_ids],
-                list(new.block_ids[0]),
+                [list(block_ids) for block_ids in new.block_ids],
                 len(new.prompt_token_ids),
                 new.sampling_params.logprobs,
             )
@@ -145,9 +155,10 @@ class Worker:
                 state.token_ids = list(cached.all_token_ids[request_id])
             del state.token_ids[state.num_prompt_tokens + num_output_tokens :]
             if request_id in cached.resumed_req_ids:
-                state.block_ids = list(cached.new_block_ids[i][0])
+                state.block_ids = [list(block_ids) for block_ids in cached.new_block_ids[i]]
             elif cached.new_block_ids[i] is not None:
-                state.block_ids += cached.new_block_ids[i][0]
+                for block_ids, more in zip(state.block_ids, cached.new_block_ids[i], strict=True):
+                    block_ids += more
             starts[request_id] = cached.num_computed_tokens[i]
         assert starts.keys() == scheduled.keys()
 
@@ -159,15 +170,14 @@ class Worker:
             assert end <= len(state.token_ids), f"{request_id}: unknown tokens are scheduled"
             inputs = state.token_ids[:end]
             prints = fingerprints(inputs)
-            for position in range(end):
-                block = state.block_ids[position // self.block_size]
-                slot = block * self.block_size + position % self.block_size
-                if position < start:
+            self.before.update(zip(prints, [START, *prints], strict=False))
+            for block_ids, window in zip(state.block_ids, self.windows, strict=True):
+                for position in range(max(0, start + 1 - window), end):
+                    slot = self._slot(block_ids, position)
+                    if position >= start:
+                        self.slots[slot] = prints[position]
                     stored = self.slots.get(slot)
                     assert stored == prints[position], f"{request_id}: wrong KV at {position}"
-                else:
-                    self.slots[slot] = prints[position]
-                self.before[prints[position]] = prints[position - 1] if position else START
             self.computed_tokens += count
             rows.append(next_logprobs(prints[-1]))
             if end == len(state.token_ids):
@@ -198,6 +208,10 @@ class Worker:
         setattr(result, CANDIDATES, selected)
         return result
 
+    def _slot(self, block_ids: list[int], position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return block_ids[block] * self.block_size + offset
+
     def _decode(self, step: BeamStep) -> np.ndarray:
         """Compute a token of each beam of a group.
 
@@ -206,29 +220,33 @@ class Worker:
         state = self.requests[step.proxy_id]
         assert state.token_ids[: step.prompt_len] == state.token_ids[: state.num_prompt_tokens]
         prompt = fingerprints(state.token_ids[: step.prompt_len])[-1]
-        (shared,), (suffix,) = step.shared, step.suffix
+        suffixes = [suffix.tolist() for suffix in step.suffix]
         if step.token_ids is None:
-            self._go_on(self.chains[step.proxy_id], suffix.tolist())
+            self._go_on(self.chains[step.proxy_id], suffixes)
         else:
-            tokens, blocks = step.token_ids.tolist(), suffix.tolist()
-            self.chains[step.proxy_id] = Chain(tokens, blocks, [*range(len(tokens))])
+            tokens = step.token_ids.tolist()
+            self.chains[step.proxy_id] = Chain(tokens, suffixes, [*range(len(tokens))])
         chain = self.chains[step.proxy_id]
         logprobs, written = [], set()
-        for token, blocks in zip(chain.tokens, chain.blocks, strict=True):
-            blocks = [*shared.tolist(), *blocks]
-            value = START
+        for token, *blocks in zip(chain.tokens, *chain.blocks, strict=True):
+            pairs = zip(step.shared, blocks, strict=True)
+            tables = [[*shared.tolist(), *suffix] for shared, suffix in pairs]
+            contents, value = [], START
             for position in range(step.num_computed):
-                block, offset = divmod(position, self.block_size)
-                content = self.slots.get(blocks[block] * self.block_size + offset)
+                content = self.slots.get(self._slot(tables[0], position))
                 follows = content is not None and self.before.get(content) == value
                 assert follows, f"{step.proxy_id}: wrong KV at {position}"
-                value = content
+                contents.append(value := content)
                 assert position != step.prompt_len - 1 or value == prompt, "another prompt's KV"
-            block, offset = divmod(step.num_computed, self.block_size)
-            slot = blocks[block] * self.block_size + offset
-            assert slot not in written, f"{step.proxy_id}: two beams write one slot"
-            written.add(slot)
-            self.slots[slot] = after = hash((value, token))
+            after = hash((value, token))
+            for table, window in zip(tables, self.windows, strict=True):
+                for position in range(max(0, step.num_computed + 1 - window), step.num_computed):
+                    stored = self.slots.get(self._slot(table, position))
+                    assert stored == contents[position], f"{step.proxy_id}: wrong KV at {position}"
+                slot = self._slot(table, step.num_computed)
+                assert slot not in written, f"{step.proxy_id}: two beams write one slot"
+                written.add(slot)
+                self.slots[slot] = after
             self.before[after] = value
             logprobs.append(next_logprobs(after))
         self.computed_tokens += len(logprobs)
@@ -257,17 +275,19 @@ class Worker:
         chain.children, chain.totals = children, scores[chosen]
         return candidates
 
-    def _go_on(self, chain: Chain, fresh: list[list[int]]) -> None:
+    def _go_on(self, chain: Chain, fresh: list[list[list[int]]]) -> None:
         """Put the children of a group in the place of the beams."""
-        old = [*chain.blocks]
-        for (token, place, source), tail in zip(chain.children, fresh, strict=True):
-            for offset in range(0 if tail or place == source else self.block_size):
-                content = self.slots.get(old[source][-1] * self.block_size + offset)
-                if content is not None:
-                    self.slots[old[place][-1] * self.block_size + offset] = content
-            chain.blocks[place] = (
-                [*old[source], *tail] if tail else [*old[source][:-1], old[place][-1]]
-            )
+        for blocks, tails in zip(chain.blocks, fresh, strict=True):
+            old = [*blocks]
+            for (_, place, source), tail in zip(chain.children, tails, strict=True):
+                for offset in range(0 if tail or place == source else self.block_size):
+                    content = self.slots.get(old[source][-1] * self.block_size + offset)
+                    if content is not None:
+                        self.slots[old[place][-1] * self.block_size + offset] = content
+                blocks[place] = (
+                    [*old[source], *tail] if tail else [*old[source][:-1], old[place][-1]]
+                )
+        for token, place, _ in chain.children:
             chain.tokens[place] = token
         chain.places = [place for _, place, _ in chain.children]
 
@@ -314,7 +334,8 @@ class Simulation:
     """A scheduler, a worker and vLLM's engine loop, with or without asynchronous scheduling.
 
     With ``asynchronous="device"`` the worker chooses the children of plain searches, as on Model
-    Runner V2. With `max_loras` each request has an adapter: there is one more than that.
+    Runner V2. With `max_loras` each request has an adapter: there is one more than that. With
+    `window` there are layers with a sliding window, in a KV cache group of their own.
     """
 
     def __init__(
@@ -330,6 +351,7 @@ class Simulation:
         policy: str = "fcfs",
         overcommit: bool = False,
         max_loras: int | None = None,
+        window: int | None = None,
     ) -> None:
         config = copy.deepcopy(vllm_config)
         config.scheduler_config.max_num_seqs = max_num_seqs
@@ -341,11 +363,19 @@ class Simulation:
         config.cache_config.enable_prefix_caching = prefix_caching
         config.cache_config.num_gpu_blocks = num_blocks
         config.cache_config.block_size = block_size
-        config.model_config.max_model_len = (num_blocks - 1) * block_size
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        sizes = {
+            "block_size": block_size,
+            "num_kv_heads": 1,
+            "head_size": 1,
+            "dtype": torch.float32,
+        }
+        specs: list[Any] = [FullAttentionSpec(**sizes)]
+        if window is not None:
+            specs.append(SlidingWindowSpec(sliding_window=window, **sizes))
+        config.model_config.max_model_len = (num_blocks - 1) // len(specs) * block_size
+        kv_cache_config = KVCacheConfig(
+            num_blocks, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
         )
-        kv_cache_config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         scheduler_class = AsyncTrieBeamScheduler if asynchronous else TrieBeamScheduler
         init_none_hash(sha256)
         self.scheduler = scheduler_class(
@@ -362,7 +392,7 @@ class Simulation:
         self._hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._depth = 2 if asynchronous else 1
-        self.worker = Worker(block_size)
+        self.worker = Worker(block_size, [1 << 30] if window is None else [1 << 30, window])
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: dict[str, Finished] = {}
         self.open: set[str] = set()
@@ -490,10 +520,10 @@ class Simulation:
         assert not scheduler.running
         assert not scheduler.waiting
         assert scheduler.beam_groups.idle
-        manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
-        assert not manager.req_to_blocks
-        assert not manager.num_cached_block
-        assert not manager._pending_cow_copies
+        for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+            assert not manager.req_to_blocks
+            assert not manager.num_cached_block
+            assert not manager._pending_cow_copies
         assert scheduler.max_num_active_reqs == scheduler.beam_groups.admission.slots
         assert not self.unreported
         assert not self.worker.requests
@@ -546,6 +576,7 @@ def random_run(vllm_config: Any, seed: int, num_requests: int) -> Simulation:
         max_loras=rng.choice([None, None, 1, 2]),
         policy=rng.choice(["fcfs", "fcfs", "priority"]),
         overcommit=rng.random() < 0.5,
+        window=rng.choice([None, 3, 8]),
     )
     room = simulation.scheduler.max_model_len
     expected: dict[str, list[Any]] = {}  # tokens, or hypotheses

@@ -89,7 +89,7 @@ class Admission:
         Args:
             started: The groups that have started.
         """
-        scheduler = self._scheduler
+        scheduler, self._started = self._scheduler, started
         # Steps until what runs is expected to end, and its slots.
         self._ends = [(self._steps_of_group(group), group.beam_width) for group in started]
         self._ends += [
@@ -176,10 +176,15 @@ class Admission:
         return True
 
     def _has_blocks_again(self, group: BeamGroup) -> bool:
-        """Return whether a group that has lost its blocks may go on."""
-        scheduler, enough = self._scheduler, group.blocks_to_go_on
-        pool = scheduler.kv_cache_manager.block_pool
-        return not scheduler.running or pool.get_num_free_blocks() >= enough
+        """Return whether a group that has lost its blocks may go on.
+
+        Others that go on have taken only some of theirs again.
+        """
+        scheduler = self._scheduler
+        running = [other for other in self._started if other.runs]
+        missing = sum(max(0, other.blocks_to_go_on - other.beams.num_held) for other in running)
+        num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return not scheduler.running or num_free >= missing + group.blocks_to_go_on
 
     def expected_blocks(self, group: BeamGroup) -> int:
         """Return the KV blocks that a group is expected to come to hold."""
