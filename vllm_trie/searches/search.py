@@ -363,10 +363,9 @@ class BeamSearch:
         if outcomes is not None:
             return _Fates(outcomes.ends, outcomes.continues & (not last), stops)
         if self._find_stop_string is not None and self.steps >= self.settings.min_tokens:
-            looks_at_all = self.settings.trace or self._random is not None
             num_running = 0
             for place in np.flatnonzero(~ends):
-                if num_running == self.settings.group_width and not looks_at_all:
+                if num_running == self.settings.group_width and self._random is None:
                     break
                 token = int(token_ids[place])
                 stop = self._find_stop_string([*self.generated[rows[place]].tolist(), token])

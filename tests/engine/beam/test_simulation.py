@@ -247,7 +247,8 @@ def test_image_that_does_not_fit_its_id_fails_its_search_only(vllm_config, async
     simulation.check_clean()
 
 
-def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch):
+@pytest.mark.parametrize("fails", ["the search", "the worker in a pass"])
+def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch, fails):
     simulation = Simulation(vllm_config, num_blocks=100)
     simulation.add_beam("broken", [1, 2, 3], 4, 2)
     simulation.add_beam("sound", [3, 2, 1], 4, 2)
@@ -257,7 +258,11 @@ def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch
     def fail(*args: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(simulation.scheduler.beam_groups.by_id["broken"].search, "advance", fail)
+    group = simulation.scheduler.beam_groups.by_id["broken"]
+    if fails == "the search":
+        monkeypatch.setattr(group.search, "advance", fail)
+    else:
+        group.take_candidates(None)
     simulation.run()
     assert simulation.finished["broken"].reason == "error"
     check_beam(simulation, "sound", expected_beam([3, 2, 1], 4))
@@ -265,12 +270,19 @@ def test_failure_inside_a_search_fails_its_request_only(vllm_config, monkeypatch
 
 
 def test_reset_of_the_prefix_cache_with_rows_running(vllm_config):
-    simulation = Simulation(vllm_config, num_blocks=100)
+    """Also while a prompt is computed again: the search goes on with as many blocks as it had."""
+    simulation = Simulation(vllm_config, num_blocks=100, max_num_batched_tokens=4)
     prompt = [5, 6, 7, 8, 9]
     simulation.add_beam("a", prompt, 4, 4, max_tokens=16)
-    for _ in range(6):
+    for _ in range(7):
         simulation.step()
-    assert simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+    group = simulation.scheduler.beam_groups.by_id["a"]
+    num_held = group.beams.num_held
+    for _ in range(2):
+        assert simulation.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert group.beams.num_lost == num_held > 0
+        simulation.step()
+        assert not group.beams.decodes
     simulation.run()
     check_beam(simulation, "a", expected_beam(prompt, 4, max_tokens=16))
     simulation.check_clean()
@@ -420,6 +432,27 @@ def test_search_that_lost_its_blocks_waits_for_them(vllm_config, num_between):
     assert events == ["QUEUED", "SCHEDULED", "PREEMPTED", "SCHEDULED"]
     check_beam(simulation, "b", alone.finished["b"].hypotheses)
     simulation.check_clean()
+
+
+@pytest.mark.parametrize("asynchronous", [False, "device"])
+def test_search_that_loses_its_blocks_in_a_step_that_it_has_begun(vllm_config, asynchronous):
+    """To a request that comes before it: neither copies nor fresh blocks of the step are left."""
+    options = {"max_tokens": 24, "early_stopping": "never", "length_penalty": 2.0}
+    for num_steps in range(1, 5):
+        simulation = Simulation(
+            vllm_config,
+            num_blocks=15,
+            policy="priority",
+            asynchronous=asynchronous,
+            overcommit=True,
+        )
+        simulation.add_beam("b", [5, 6, 7], 6, 6, priority=1, **options)
+        for _ in range(num_steps):
+            simulation.step()
+        simulation.add_greedy("g", [1, 2, 3], 50, ignore_eos=True)
+        simulation.run()
+        check_beam(simulation, "b", expected_beam([5, 6, 7], 6, **options))
+        simulation.check_clean()
 
 
 def test_search_that_vllm_passes_over_has_not_started(vllm_config, monkeypatch):

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from tests.unit.beam import reference as reference_module
-from tests.unit.beam.models import PROMPT, random_model, run_search, scores_of, tokens_of
+from tests.unit.beam.models import PROMPT, VOCAB, random_model, run_search, scores_of, tokens_of
 from tests.unit.beam.reference import reference_search
 from vllm_trie.searches import BeamSearch, Candidates, SearchSettings
 from vllm_trie.searches.candidates import CandidateRules
@@ -166,15 +168,41 @@ def test_sampled_pairs_are_drawn_without_replacement():
         assert count / draws == pytest.approx(expected, abs=0.03)
 
 
-def test_sampling_is_reproducible_and_filtered():
-    model = random_model(4)
-    search_settings = SearchSettings(3, 4, (0,), do_sample=True, seed=7, top_k=4, temperature=0.8)
-    first = run_search(model, search_settings).hypotheses()
-    second = run_search(model, search_settings).hypotheses()
+@pytest.mark.parametrize("seed", range(9))
+def test_sampling_is_reproducible_and_ends_at_stop_strings(seed):
+    def find(token_ids):
+        return "stop" if token_ids[-1] % 2 else None
+
+    search_settings = SearchSettings(3, 4, (0,), do_sample=True, seed=seed, top_k=9)
+    runs = [run_search(random_model(4), search_settings, (), find) for _ in range(2)]
+    first, second = (search.hypotheses() for search in runs)
     assert [hypothesis[:6] for hypothesis in first] == [hypothesis[:6] for hypothesis in second]
-    for hypothesis in first:
-        for length, token in enumerate(hypothesis.token_ids):
-            assert token in np.argsort(-model(hypothesis.token_ids[:length]))[:4]
+    assert not any(token % 2 for hypothesis in first for token in hypothesis.token_ids[:-1])
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    stop_token_ids=st.sampled_from([(), (0,), (0, 3)]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 30]),
+    top_p=st.sampled_from([0.01, 0.4, 0.8, 1.0]),
+)
+def test_sampling_is_filtered_as_in_transformers(seed, stop_token_ids, temperature, top_k, top_p):
+    logprobs = random_model(seed)([])
+    search_settings = SearchSettings(
+        3, 4, stop_token_ids, do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    rules = CandidateRules(search_settings, [])
+    expected = torch.from_numpy(logprobs)[None] / temperature
+    num_kept = {"min_tokens_to_keep": max(2, 1 + len(stop_token_ids))}
+    if top_k:
+        expected = TopKLogitsWarper(top_k, **num_kept)(None, expected)
+        num_raw = rules.num_raw(np.zeros((1, 0), dtype=np.int64), VOCAB)
+        assert num_raw == int(expected.isfinite().sum())
+    if top_p < 1.0:
+        expected = TopPLogitsWarper(top_p, **num_kept)(None, expected)
+    filtered = rules.apply(np.arange(VOCAB), logprobs, [])
+    np.testing.assert_allclose(filtered, expected[0].numpy(), rtol=1e-6)
 
 
 def candidates(token_ids, logprobs):

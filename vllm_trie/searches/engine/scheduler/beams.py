@@ -237,7 +237,6 @@ class GroupBeams:
         level = self.level
         return (
             self._on_device
-            and self._anchors is None
             and level is not None
             and level.selects
             and len(level.parents) == self._search.settings.beam_width <= self._most_beams
@@ -471,6 +470,7 @@ class GroupBeams:
     def check_integrity(self) -> None:
         """Assert what holds between two calls of the scheduler."""
         proxy, prompt_len = self.proxy, self._prompt_len
+        assert not self._copies, "copies that no step has taken along"
         for i, table in enumerate(self._tables):
             table.check_integrity(() if self.ahead is None else self.ahead[i].tolist())
         assert len({len(table.suffix) for table in self._tables}) <= 1

@@ -116,10 +116,9 @@ class BeamGroup:
 
     def end_prompt(self, manager: KVCacheManager) -> None:
         """Go on behind the prompt, whose KV is computed."""
-        stats = self.beams.proxy.take_prefill_stats()
-        if self._prefill_stats is None and stats is not None:
-            stats.finalize(manager.estimate_cached_tokens(self.beams.proxy))
-            self._prefill_stats = stats
+        self._prefill_stats = self.beams.proxy.take_prefill_stats()
+        if self._prefill_stats is not None:
+            self._prefill_stats.finalize(manager.estimate_cached_tokens(self.beams.proxy))
         self.beams.take_prompt(manager)
 
     def take_candidates(self, candidates: StepCandidates | None) -> None:

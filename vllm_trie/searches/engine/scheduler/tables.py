@@ -202,7 +202,7 @@ class BeamTables:
             fresh: Ids of blocks that were taken for a step whose beams the device chooses.
         """
         held = [block.block_id for block in self._blocks if not block.is_null]
-        assert len(held) == len(set(held)), "a group holds a block twice"
+        assert len(held) == len(set(held)) == self.num_held, "a group holds a block twice"
         in_tables = {*self.shared[self.num_null :].tolist(), *self.suffix.ravel().tolist(), *fresh}
         if self._kept is not None:
             in_tables.update(self._kept.ravel().tolist())
