@@ -54,10 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def plugin_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
-    """`caplog` with each line of the plugin once, registered or not."""
-    logger = logging.getLogger("vllm_trie")
+    """`caplog` with the plugin's lines, which vLLM's logger keeps from pytest's."""
+    monkeypatch.setattr("vllm.logger.dictConfig", lambda config: None)  # as each engine starts
+    logger = logging.getLogger("vllm.vllm_trie")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level(logging.INFO, logger.name)
     return caplog
 
 

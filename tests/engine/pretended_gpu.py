@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language
 import triton.language.extra.libdevice
+import vllm.logger
 import vllm.platforms
 import vllm.triton_utils
 from vllm.platforms.cuda import CudaPlatformBase
@@ -360,7 +361,10 @@ def touched() -> dict[str, Any]:
 def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm_trie").addHandler(handler)
+    vllm.logger.dictConfig = lambda config: None  # which would take the handler away
+    logger = logging.getLogger("vllm.vllm_trie")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     result = {"beams": beams(), "speculation": speculation(), "loads": loads(), **touched()}
     print("RESULT " + json.dumps(result))
 

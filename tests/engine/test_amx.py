@@ -139,15 +139,15 @@ def test_moves_in_the_layout_of_others_show(engine, expected, amx, monkeypatch):
     assert differences(expected, _outputs(engine(**OPTIONS, seed=1)))
 
 
-def test_an_unknown_layout_leaves_the_vector_kernel(engine, amx, monkeypatch, caplog):
+def test_an_unknown_layout_leaves_the_vector_kernel(engine, amx, monkeypatch, plugin_log):
     monkeypatch.setattr(
         cpu_cache, "slot_elements", lambda isa, *sizes: slot_elements("vec", *sizes)
     )
-    with caplog.at_level(logging.WARNING, "vllm_trie"):
+    with plugin_log.at_level(logging.WARNING, "vllm.vllm_trie"):
         llm = engine(**OPTIONS, seed=2)
     layers = runner_of(llm).compilation_config.static_forward_context
     assert {layer.isa for layer in layers.values()} == {"vec"}
-    assert "packs keys and values for AMX otherwise" in caplog.text
+    assert "packs keys and values for AMX otherwise" in plugin_log.text
 
 
 @pytest.mark.skipif(not choose_kernels().has_tiles, reason="the processor has no AMX")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -123,12 +122,11 @@ def test_labels(traffic):
 @pytest.fixture
 def log(plugin_log):
     """What an engine logs at vLLM's interval."""
-    plugin_log.set_level(logging.INFO, logger="vllm_trie")
 
     def lines(llm: Any) -> list[str]:
         plugin_log.clear()
         llm.llm_engine.do_log_stats()
-        return [r.getMessage() for r in plugin_log.records if r.name.startswith("vllm_trie")]
+        return [r.getMessage() for r in plugin_log.records if r.name.startswith("vllm.vllm_trie")]
 
     return lines
 
@@ -155,7 +153,6 @@ def test_log_line(traffic, log):
 
 def test_generate_logs_drafted_and_accepted_tokens(traffic, plugin_log):
     llm, outputs = traffic
-    plugin_log.set_level(logging.INFO, logger="vllm_trie")
     names = ("draft_nodes", "accepted_tokens", "verified_trees")
     before = [counter(llm, f"vllm:trie_{name}") for name in names]
     results = llm.generate(prompts(3), GREEDY)

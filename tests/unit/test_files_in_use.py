@@ -54,7 +54,7 @@ def test_content_in_use_stays(tmp_path, damage, plugin_log, monkeypatch):
         with opening:
             return open_numbers(path)
 
-    with plugin_log.at_level(logging.INFO, logger="vllm_trie.files.watched_file"):
+    with plugin_log.at_level(logging.INFO, logger="vllm.vllm_trie.files.watched_file"):
         watched = WatchedFile(path, open_alone, "the file")
         expected = watched.latest()()
         for _ in range(40):
@@ -62,7 +62,6 @@ def test_content_in_use_stays(tmp_path, damage, plugin_log, monkeypatch):
             assert watched.latest()() == expected
             path.write_bytes(whole)
             assert watched.latest()() == expected
-        # A record arrives twice where the plugin passes it on to vLLM's logger, too.
         levels = [record.levelname for record in plugin_log.records]
         assert levels.count("WARNING") == 1
         assert "ERROR" not in levels

@@ -275,3 +275,13 @@ def test_the_layers_below_do_not_know_vllm():
         if str(name).partition(".")[0] == "vllm"
     ]
     assert imports == []
+
+
+def test_every_logger_is_below_vllms():
+    """vLLM sets up loggers of its name alone, and a user's configuration may switch off others."""
+    names = {
+        call
+        for path in SOURCES
+        for call in re.findall(r"logger = .*ogger\((.*)\)", (ROOT / path).read_text())
+    }
+    assert names == {'f"vllm.{__name__}"', '"vllm.vllm_trie"'}

@@ -13,7 +13,7 @@ from vllm_trie.attention.kind import FULL_ATTENTION, AttentionKind
 from vllm_trie.attention.native import NativeKernels
 from vllm_trie.attention.tree_batch import TreeBatch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 @functools.cache

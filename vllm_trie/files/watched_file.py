@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 _Content = TypeVar("_Content")
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 INTERVAL = 1.0
 """Seconds between two looks at a file, which may be on a network, while an engine waits."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from vllm_trie.hooks import ledger
 from vllm_trie.hooks.start.limits import ENV_SWITCH
 from vllm_trie.refusal import turned_off
@@ -27,7 +25,6 @@ def register() -> None:
     """
     if _installed:
         return
-    _log_as_vllm_does()
     for feature in FEATURES:
         _installed[feature] = _install(feature)
 
@@ -35,7 +32,7 @@ def register() -> None:
 def _install(feature: ledger.Feature) -> str:
     from vllm.logger import init_logger
 
-    logger = init_logger("vllm_trie")
+    logger = init_logger("vllm.vllm_trie")
     try:
         reason = ledger.mismatch(feature)
         if not reason:
@@ -61,22 +58,3 @@ def _install(feature: ledger.Feature) -> str:
 def supported() -> str:
     """Return the releases of vLLM that the plugin was written for, for messages."""
     return ", ".join(f"{series}.x" for series in ledger.SUPPORTED_VLLM_VERSIONS)
-
-
-class _ToVllm(logging.Handler):
-    """Passes records on to vLLM's logger: its handlers, its level, whenever they are set up."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        theirs = logging.getLogger("vllm")
-        if theirs.isEnabledFor(record.levelno):
-            theirs.handle(record)
-
-
-def _log_as_vllm_does() -> None:
-    """Send the package's log lines where vLLM's go: vLLM sets up loggers of its own name only."""
-    ours = logging.getLogger("vllm_trie")
-    if ours.handlers:  # the user has seen to it
-        return
-    ours.addHandler(_ToVllm())
-    ours.setLevel(logging.DEBUG)
-    ours.propagate = False

@@ -199,10 +199,10 @@ def test_abort_in_every_state(vllm_config, asynchronous):
         simulation.check_clean()
 
 
-def test_group_that_can_never_fit_is_refused(vllm_config, caplog):
+def test_group_that_can_never_fit_is_refused(vllm_config, plugin_log):
     # A prompt of 200 tokens takes 50 of the 60 blocks: no room for 16 tails.
     simulation = Simulation(vllm_config, num_blocks=61)
-    with caplog.at_level("ERROR", logger="vllm_trie"):
+    with plugin_log.at_level("ERROR", logger="vllm.vllm_trie"):
         simulation.add_beam("a", [1] * 200, 16, 3)
     simulation.add_greedy("g", [1, 2, 3])
     simulation.run()
@@ -213,18 +213,18 @@ def test_group_that_can_never_fit_is_refused(vllm_config, caplog):
 
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("asynchronous", [False, True, "device"])
-def test_search_that_outgrows_the_pool_fails_alone(vllm_config, caplog, asynchronous, width):
+def test_search_that_outgrows_the_pool_fails_alone(vllm_config, plugin_log, asynchronous, width):
     """As with a sliding window, for which vLLM sizes the pool: a search keeps all its blocks."""
     simulation = Simulation(vllm_config, num_blocks=21, asynchronous=asynchronous)
     scheduler, groups = simulation.scheduler, simulation.scheduler.beam_groups
     scheduler.max_model_len = 1000
     groups.engine = groups.engine._replace(max_model_len=1000)
     simulation.add_beam("long", [1] * 20, width, 1, max_tokens=200, min_tokens=100)
-    with caplog.at_level("ERROR", logger="vllm_trie"):
+    with plugin_log.at_level("ERROR", logger="vllm.vllm_trie"):
         simulation.run()
     assert simulation.finished["long"].reason == "error"
-    assert "lower max_tokens" in caplog.text
-    assert "Traceback" not in caplog.text
+    assert "lower max_tokens" in plugin_log.text
+    assert "Traceback" not in plugin_log.text
     simulation.add_greedy("g", [1, 2, 3])
     simulation.run()
     assert simulation.finished["g"].token_ids == expected_greedy([1, 2, 3])

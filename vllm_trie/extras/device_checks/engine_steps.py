@@ -16,7 +16,7 @@ from vllm_trie.hooks.wire import internal_params
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _MAX_STEPS = 10_000
 """A request that has not ended after as many steps never does."""

@@ -32,7 +32,7 @@ from vllm_trie.extras.device_checks.kernel_check import (
     relative_error,
 )
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _MAX_BLOCKS = 256
 _SHORT_WINDOW = 50

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from vllm_trie.drafts.engine.verifier import TreeVerifier
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 @Symbols("v1.engine.core:", TESTED).wraps(

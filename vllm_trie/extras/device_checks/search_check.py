@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _WIDTHS = (2, 9, 64)
 """The last one is as wide as the engine allows, if that is less, and for GPUs only: it takes a CPU

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm_trie.drafts.budget import NodeBudget
     from vllm_trie.drafts.engine.runners.v2_adapter import V2Adapter
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 NUM_LIKELIEST = 6
 """Tokens of plain decoding among which a different token must be."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 STEP_SECONDS = 0.002
 """Time that a step may take, for all requests together."""

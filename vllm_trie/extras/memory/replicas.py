@@ -64,7 +64,7 @@ _WRONG_TYPE = "WRONGTYPE"
 USER, PASSWORD = "VLLM_TRIE_STORE_USER", "VLLM_TRIE_STORE_PASSWORD"
 """Environment variables."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Replicas(TextStore, StepObserver):

@@ -40,7 +40,7 @@ _LAST_SAVE = 30.0  # seconds that a shutdown waits for a save that runs
 _MAX_SAVE_S = 24 * 3600.0
 """Age from which a temporary file is that of a killed engine."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class WarmStart(TextStore, StepObserver):

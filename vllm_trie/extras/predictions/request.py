@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.tokenizers import TokenizerLike
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _ALLOWED = (
     '{"type": "content", "content": TEXT}, with a string or a list of {"type": "text", "text": '

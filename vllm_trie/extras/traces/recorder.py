@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_trie.hooks.wire import TreeStats
     from vllm_trie.tree import TokenTree
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 SUFFIX = ".trace.jsonl"
 MAX_FILES = 1000

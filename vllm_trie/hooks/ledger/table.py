@@ -16,7 +16,6 @@ from vllm_trie.refusal import turned_off
 
 _HOOKS: dict[tuple[Feature, Platform], str] = {
     ("speculation", "any"): "hooks.start.additional_config hooks.start.environment"
-    " hooks.start.log_lines"
     " drafts.engine.uses"
     " drafts.engine.frontend.metrics drafts.engine.frontend.requests"
     " drafts.engine.frontend.token_streams drafts.engine.frontend.offline_log"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _SHARE_OF_FREE = 0.5
 """Share of the free memory for the weights and the KV cache, which takes what they leave."""

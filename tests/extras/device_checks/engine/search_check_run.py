@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import vllm.logger
 from vllm import LLM
 from vllm.sampling_params import BeamSearchParams
 
@@ -52,7 +53,9 @@ def started(break_it: Callable[[pytest.MonkeyPatch], None] | None) -> tuple[str 
 
 def main() -> None:
     said = []
+    vllm.logger.dictConfig = lambda config: None  # which would take the handler away
     beam_api.logger.addHandler(handler := logging.Handler())
+    beam_api.logger.setLevel(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     native = started(None)
     assert native[0] is None

@@ -6,7 +6,6 @@ Its check passes what works, and finds symbols that mean something else. The eng
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,6 @@ CHAINS = {**ROOM, **speculation("ngram_trie", 8, verification="chain")}
 @pytest.fixture(autouse=True)
 def _unlisted(monkeypatch, plugin_log):
     monkeypatch.setattr(table, "SUPPORTED_VLLM_VERSIONS", ("0.31",))
-    plugin_log.set_level(logging.INFO, "vllm_trie")
 
 
 def core_of(llm: Any) -> Any:

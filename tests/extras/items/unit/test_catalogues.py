@@ -30,7 +30,7 @@ def _looks_each_time(monkeypatch):
     monkeypatch.setattr(watched_file, "INTERVAL", 0.0)
 
 
-def test_a_version_of_another_tokenizer_is_refused(tmp_path, caplog):
+def test_a_version_of_another_tokenizer_is_refused(tmp_path, plugin_log):
     path = tmp_path / "items"
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"id": 5, "tokens": [1, 2]}')
@@ -41,7 +41,7 @@ def test_a_version_of_another_tokenizer_is_refused(tmp_path, caplog):
     catalogues.latest("a")
     catalogues._files["a"]._thread.join()
     assert catalogues.latest("a") is first
-    assert "it was built with another tokenizer than the first version" in caplog.text
+    assert "it was built with another tokenizer than the first version" in plugin_log.text
 
 
 def test_requests_do_not_look_at_the_file_each(tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ def nodes_at(trie, random, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_searches_of_one_step_do_not_see_one_another(catalogues, caplog, waits, seed):
+def test_searches_of_one_step_do_not_see_one_another(catalogues, plugin_log, waits, seed):
     """Of several widths, inside catalogues and free, with ties; one whose catalogue is gone."""
     random = np.random.default_rng(seed)
     selections: list[Any] = []
@@ -203,7 +203,7 @@ def test_searches_of_one_step_do_not_see_one_another(catalogues, caplog, waits, 
 
     together = selected(selections)
     assert len(together) == 12
-    assert "A beam search fails" in caplog.text
+    assert "A beam search fails" in plugin_log.text
     for selection in selections[:-1]:
         (alone,) = selected([selection]).values()
         for one, other in zip(together[selection.proxy_id], alone, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ def run(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[list[Any], Any,
 
 
 def test_a_restart_is_warm_and_gives_the_same_tokens(tmp_path, plugin_log):
-    plugin_log.set_level(logging.INFO, logger="vllm_trie")
     folder = tmp_path / "store"
     tokens, cold, said = run(folder, plugin_log)
     assert "cold start" in said

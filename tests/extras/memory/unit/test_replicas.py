@@ -70,10 +70,10 @@ def receive(replica: Replicas, number: int, seconds: float = SOON) -> list[Store
     return texts
 
 
-def warned(caplog: pytest.LogCaptureFixture, text: str) -> int:
-    """Count warnings; one may have passed several loggers."""
-    records = {id(record): record for record in caplog.records if record.levelname == "WARNING"}
-    return sum(text in record.getMessage() for record in records.values())
+def warned(plugin_log: pytest.LogCaptureFixture, text: str) -> int:
+    """Count warnings."""
+    warnings = (record for record in plugin_log.records if record.levelname == "WARNING")
+    return sum(text in record.getMessage() for record in warnings)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
@@ -151,7 +151,7 @@ def test_own_texts_leave_while_those_of_others_never_end(server, join, monkeypat
     wait_for(server.client.keys)
 
 
-def test_without_the_server_nothing_waits(tmp_path, join, caplog):
+def test_without_the_server_nothing_waits(tmp_path, join, plugin_log):
     server = RedisServer(tmp_path)
     first, second = join(server.url), join(server.url)
     for replica in (first, second):
@@ -165,11 +165,11 @@ def test_without_the_server_nothing_waits(tmp_path, join, caplog):
         first.add(text(number % 900))
         assert not first.receive(1000)
     assert time.perf_counter() - start < 20.0, "calls waited"
-    wait_for(lambda: warned(caplog, "nothing is shared") == 2)
+    wait_for(lambda: warned(plugin_log, "nothing is shared") == 2)
     time.sleep(1.0)
-    assert warned(caplog, "nothing is shared") == 2, "each warns once"
+    assert warned(plugin_log, "nothing is shared") == 2, "each warns once"
     server.start()
-    wait_for(lambda: warned(caplog, "shared with replicas again") == 2)
+    wait_for(lambda: warned(plugin_log, "shared with replicas again") == 2)
     second.add(text(500))
     first.listen(SALT)
     assert 500 in [got.token_ids[0] for got in receive(first, 1, 20.0)]
@@ -177,7 +177,7 @@ def test_without_the_server_nothing_waits(tmp_path, join, caplog):
 
 
 @pytest.mark.parametrize("fault", ["full", "silent"])
-def test_a_server_that_refuses_costs_the_sharing_alone(fault, tmp_path, join, caplog):
+def test_a_server_that_refuses_costs_the_sharing_alone(fault, tmp_path, join, plugin_log):
     server = RedisServer(tmp_path, *(["--maxmemory", "1mb"] if fault == "full" else []))
     url, silent = server.url, socket.create_server(("127.0.0.1", 0))
     if fault == "silent":
@@ -186,10 +186,10 @@ def test_a_server_that_refuses_costs_the_sharing_alone(fault, tmp_path, join, ca
     first.listen(SALT)
     for start in range(100):
         first.add(text(start, length=900))
-    wait_for(lambda: warned(caplog, "nothing is shared"))
+    wait_for(lambda: warned(plugin_log, "nothing is shared"))
     assert not first.receive(1000)
-    assert warned(caplog, "nothing is shared") == 1
-    assert "12345678" not in caplog.text, "the log has an entry"
+    assert warned(plugin_log, "nothing is shared") == 1
+    assert "12345678" not in plugin_log.text, "the log has an entry"
     server.kill()
     silent.close()
 
@@ -213,7 +213,7 @@ def lies(name: bytes, honest: dict[bytes, bytes], other: bytes) -> list[dict[byt
     ]
 
 
-def test_lies_are_counted_and_dropped(server, join, caplog):
+def test_lies_are_counted_and_dropped(server, join, plugin_log):
     first = join(server.url)
     name, other = first._stream(SALT), first._stream(salt_digest("other"))
     honest = encode(name, b"engine", text(0))
@@ -226,7 +226,7 @@ def test_lies_are_counted_and_dropped(server, join, caplog):
     [got] = receive(first, 1)
     assert got.token_ids.tolist() == list(range(20))
     assert first.num_dropped == len(told)
-    assert warned(caplog, "foreign entries were dropped") == 1
+    assert warned(plugin_log, "foreign entries were dropped") == 1
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_streams_that_begin_anew_are_heard(server, join):
     assert [got.token_ids[0] for got in receive(second, 1, 3.0)] == [500]
 
 
-def test_one_key_that_is_no_stream_stops_one_salt(server, join, caplog, monkeypatch):
+def test_one_key_that_is_no_stream_stops_one_salt(server, join, plugin_log, monkeypatch):
     first, second, other = join(server.url), join(server.url), salt_digest("another")
     server.client.set(first._stream(other), "no stream")
     for replica in (first, second):
@@ -343,8 +343,8 @@ def test_one_key_that_is_no_stream_stops_one_salt(server, join, caplog, monkeypa
         first.add(text(start, other))
         first.add(text(start))
         assert [got.token_ids[0] for got in receive(second, 1)] == [start]
-    assert warned(caplog, "delete it: WRONGTYPE") == 2, "each warns once"
-    assert warned(caplog, "nothing is shared") == 0
+    assert warned(plugin_log, "delete it: WRONGTYPE") == 2, "each warns once"
+    assert warned(plugin_log, "nothing is shared") == 0
     monkeypatch.setattr(replicas, "MAX_STREAMS", 1)
     assert second._unusable
     second.listen(SALT)
@@ -352,7 +352,7 @@ def test_one_key_that_is_no_stream_stops_one_salt(server, join, caplog, monkeypa
 
 
 @pytest.mark.parametrize("command", ["xinfo", "xread"])
-def test_a_command_that_the_server_refuses_is_said_once(tmp_path, join, caplog, command):
+def test_a_command_that_the_server_refuses_is_said_once(tmp_path, join, plugin_log, command):
     """Whatever the number of salts; the rest goes on once it is allowed."""
     server = RedisServer(tmp_path)
     server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
@@ -361,19 +361,19 @@ def test_a_command_that_the_server_refuses_is_said_once(tmp_path, join, caplog, 
         second.listen(salt_digest(str(number)))
     second.listen(SALT)
     first.add(text(0))
-    wait_for(lambda: warned(caplog, "nothing is shared"))
+    wait_for(lambda: warned(plugin_log, "nothing is shared"))
     time.sleep(0.5)
     assert not second._unusable
     server.client.execute_command("ACL", "SETUSER", "default", "+@all")
     first.listen(SALT)
     first.add(text(500))
     assert 500 in [got.token_ids[0] for got in receive(second, 2, 5.0)]
-    assert warned(caplog, "nothing is shared") == 1
-    assert warned(caplog, "delete it") == 0
+    assert warned(plugin_log, "nothing is shared") == 1
+    assert warned(plugin_log, "delete it") == 0
     server.kill()
 
 
-def test_of_entries_that_are_too_large_little_is_read(server, join, caplog, monkeypatch):
+def test_of_entries_that_are_too_large_little_is_read(server, join, plugin_log, monkeypatch):
     monkeypatch.setattr(replicas, "_TIMEOUT", 10.0)
     monkeypatch.setattr(bounded_reply, "MAX_LINES", 5000)
     first = join(server.url)
@@ -394,10 +394,10 @@ def test_of_entries_that_are_too_large_little_is_read(server, join, caplog, monk
     assert first.num_dropped == 3
     assert peak < 4 << 20
     first.listen(salt_digest("another"))
-    wait_for(lambda: warned(caplog, "delete it: more than"), 30.0)
+    wait_for(lambda: warned(plugin_log, "delete it: more than"), 30.0)
     server.client.xadd(name, honest)
     assert len(receive(first, 1)) == 1, "the others are heard"
-    assert warned(caplog, "nothing is shared") == 0
+    assert warned(plugin_log, "nothing is shared") == 0
 
 
 def test_each_reply_has_bounds_of_its_own(server, monkeypatch):
@@ -411,7 +411,7 @@ def test_each_reply_has_bounds_of_its_own(server, monkeypatch):
 
 
 @pytest.mark.parametrize("reply", [b"$9999999999\r\n", b"+", b"*9999999999\r\n"])
-def test_a_reply_without_an_end_is_not_read(join, caplog, reply):
+def test_a_reply_without_an_end_is_not_read(join, plugin_log, reply):
     listening = socket.create_server(("127.0.0.1", 0))
     part = b":1\r\n" * 10_000 if reply.startswith(b"*") else b"x" * 40_000
     sent = 0
@@ -430,6 +430,6 @@ def test_a_reply_without_an_end_is_not_read(join, caplog, reply):
     threading.Thread(target=serve, daemon=True).start()
     first = join(f"redis://127.0.0.1:{listening.getsockname()[1]}")
     first.listen(SALT)
-    wait_for(lambda: warned(caplog, "nothing is shared"), 30.0)
+    wait_for(lambda: warned(plugin_log, "nothing is shared"), 30.0)
     assert sent < 32 << 20
     listening.close()

@@ -24,7 +24,7 @@ from vllm_trie.drafts.engine.attention.tree_attention import TREE_ATTRIBUTE, Tre
 from vllm_trie.hooks.ledger.record import TREE_MASKS, Symbols
 from vllm_trie.hooks.start.cpu_cache import is_readable
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _PLAIN_ATTRIBUTE = "vllm_trie_plain_requests"
 """Attribute of the attention metadata that keeps its :class:`PlainRequests` for later layers."""

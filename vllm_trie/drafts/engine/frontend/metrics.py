@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.metrics.stats import SchedulerStats
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _LABELS = (*LABELS, "method")
 

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm_trie.drafts.engine import config
 from vllm_trie.hooks.ledger.record import STATS, Symbols
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _COUNTS = ("num_accepted_draft_tokens", "num_draft_tokens", "num_spec_steps")
 """Fields of vLLM's ``RequestSpecDecodeMetrics``."""

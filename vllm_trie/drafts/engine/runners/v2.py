@@ -41,7 +41,7 @@ else:
     _Runner = object
 
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _SPECULATION = "v1.worker.gpu.spec_decode."
 _runner = Symbols("v1.worker.gpu.model_runner:GPUModelRunner.", TREE_DRAFTS)

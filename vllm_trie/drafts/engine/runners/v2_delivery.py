@@ -42,7 +42,7 @@ _MOST_LATE = 3
 _FIRST_PAUSE_S = 600.0
 _PAUSE_FACTOR = 6  # of each pause over the one before: what always waits costs next to nothing
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 def packed(drafts: Sequence[Sequence[int]], width: int) -> np.ndarray:

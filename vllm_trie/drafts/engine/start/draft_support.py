@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _STATES_OF_DRAFTS = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
 _CHAINS_ON_V2 = "on Model Runner V2 chains are the default; verification='tree' asks for trees"

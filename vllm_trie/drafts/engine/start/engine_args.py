@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _ANSWERED = {
     "vllm.config.speculative": "Using a custom class-based proposer backend",

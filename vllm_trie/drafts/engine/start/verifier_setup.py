@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 def make_verifier(vllm_config: VllmConfig) -> TreeVerifier:

@@ -20,7 +20,7 @@ from vllm_trie.hooks import ledger
 from vllm_trie.hooks.ledger.record import TREE_DRAFTS, Symbols
 from vllm_trie.hooks.start.runner_choice import runner_scopes
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _INSTRUCTIONS: dict[object, str] = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
 """Instructions without which a linear layer of vLLM takes twice as long for two rows as for one."""

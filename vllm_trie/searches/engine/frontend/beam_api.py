@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.tokenizers import TokenizerLike
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 EXTRA_OPTIONS = ("early_stopping", "do_sample", "num_beam_groups", "diversity_penalty")
 """Attributes of a ``BeamSearchParams`` that the native search reads, next to vLLM's fields and the

@@ -42,7 +42,7 @@ from vllm_trie.searches.engine.scheduler.beams import BeamProxy
 from vllm_trie.searches.engine.scheduler.groups import BeamGroups, Outputs
 from vllm_trie.searches.engine.scheduler.proxies import allocate_slots
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _scheduler = of_beams("v1.core.sched.scheduler:Scheduler.")
 _OF_DIFFUSION = "vllm.v1.core.sched.diffusion_scheduler."

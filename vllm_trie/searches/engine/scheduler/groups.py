@@ -34,7 +34,7 @@ from vllm_trie.searches.engine.search_wire import SELECTIONS, beam_spec, search_
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 Outputs = dict[int, list[EngineCoreOutput]]
 """Client index to outputs."""

@@ -24,7 +24,7 @@ from vllm_trie.searches.engine.constraint import Selection, StepCandidates, Work
 from vllm_trie.searches.engine.search_wire import CANDIDATES
 from vllm_trie.searches.unfetched import Unfetched
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 _Result = TypeVar("_Result")
 
