@@ -78,6 +78,13 @@ def choose_launch(max_queries: int, group: int, head_size: int, dtype: torch.dty
     return fits[0] if fits else several[-1]
 
 
+def lengths_of_launches(longest: int, group: int, head_size: int, dtype: torch.dtype) -> list[int]:
+    """Return numbers of queries for which :func:`choose_launch` returns each launch that it returns
+    for up to `longest`."""
+    fitting = (max(1, launch.rows // group) for launch in launches(head_size, dtype))
+    return sorted({min(length, longest) for length in fitting})
+
+
 class Grid(NamedTuple):
     """The programs of a launch, for each KV head.
 

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_trie.attention.device_copy import to_device
+from vllm_trie.attention.gpu_launch import lengths_of_launches, padded_group
 from vllm_trie.drafts.engine.attention.tree_attention import TREE_ATTRIBUTE
 from vllm_trie.drafts.engine.verification import compaction
 from vllm_trie.extras.device_checks.kernel_check import (
@@ -127,9 +128,14 @@ def _check(
         num_steps += kernel.num_steps
         generator = np.random.default_rng(1)
         num_blocks, impl = len(checked.kv_cache), checked.layer.impl
+        group = padded_group(shape.num_heads, shape.num_kv_heads)
+        lengths = lengths_of_launches(
+            checked.builder.longest_decode, group, shape.head_size, shape.dtype
+        )
+        # Those of each length compile all launches: no request waits for one.
         steps = [
             random_step(checked.shape, requests, num_blocks, generator, impl.sinks, impl.scale)
-            for requests in batches
+            for requests in [*batches, *([RequestShape(30, length, 0)] for length in lengths)]
             if num_blocks_of(requests, checked.shape) <= num_blocks
         ]
         # The steps are drawn for a quantized cache without factors.
