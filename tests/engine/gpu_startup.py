@@ -22,6 +22,7 @@ from vllm import LLM
 
 from tests.engine import gpu_start_on_cpu as start
 from tests.engine.beam.cases import request_of
+from tests.engine.beam.gpu_runners_run import passes_at_start
 from tests.engine.beam.oracle import Case
 from tests.engine.compare import differences, generate, tell_oracle
 from tests.engine.drafters import OracleDrafter
@@ -29,16 +30,16 @@ from tests.engine.gpu_device_check import refusals
 from tests.engine.launches import launches, new_launches, record_launches
 from tests.engine.v2_run import CHAINS, OPT_OUT, TEXTS, TREES, UNION, greedy
 from tests.engine.v2_trees import put_in
-from vllm_trie.drafts.engine.runners.v2 import DraftedOnly
+from vllm_trie.drafts.engine.runners import v2_trees
 from vllm_trie.extras.memory import warm_start
 from vllm_trie.lab.local_engine import runner_of, scheduler_of, verifier_of
 
 FIXED = {"node_budget": "fixed"}
-BROKEN = "broken chains"
+BROKEN = "broken trees"
 ENGINES: dict[str, dict[str, Any]] = {
     "union": {**UNION, "num_speculative_tokens": 4, **FIXED},
     "trees": {**TREES, **FIXED},
-    BROKEN: {**CHAINS, **FIXED},
+    BROKEN: {**TREES, **FIXED},
     "chains": {**CHAINS, **FIXED},
 }
 """Without names the program starts all but the last, whose steps are the union's but for what its
@@ -73,7 +74,17 @@ def started(name: str, store_path: str) -> LLM:
 
 def run_drafts(name: str, plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
     """Start an engine that drafts; compare its output with `plain`, or fill that without drafts."""
+    handed_on: list[bool] = []
+    stock = v2_trees.hand_on
+
+    def hand_on(trees: Any, *args: Any) -> None:
+        handed_on.append(trees is not None)
+        stock(trees, *args)
+
+    v2_trees.hand_on = hand_on
     llm = engine(name)
+    v2_trees.hand_on = stock
+    assert any(handed_on) == (name == "trees"), "the check at the start verifies trees"
     adapter = runner_of(llm).adapter
     assert adapter.is_drafting, verifier_of(llm).guard.failures
     assert runner_of(llm).adaptive_verification is None
@@ -94,21 +105,20 @@ def run_drafts(name: str, plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
 
 
 def run_broken(plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
-    """Start an engine whose verification raises: it must serve, without drafts."""
+    """Start an engine whose verification raises in the middle of a step with trees: it must serve,
+    without drafts, and no later step may have those trees."""
+    stock = v2_trees.walk_trees
 
-    stock = DraftedOnly.__call__
+    def fault(*args: Any) -> Any:
+        raise RuntimeError("a fault of the plugin")
 
-    def fault(self: Any, *args: Any) -> Any:
-        if self._adapter.is_drafting:
-            raise RuntimeError("a fault of the plugin")
-        return stock(self, *args)
-
-    DraftedOnly.__call__ = fault
+    v2_trees.walk_trees = fault
     try:
         llm = engine(BROKEN)
     finally:
-        DraftedOnly.__call__ = stock
+        v2_trees.walk_trees = stock
     assert not runner_of(llm).adapter.is_drafting
+    assert verifier_of(llm).step.tree_batch is verifier_of(llm).step.places is None
     assert differences(plain, generate(llm, TEXTS[:4], REQUESTS)) == []
     assert verifier_of(llm).totals.steps == 0  # nothing has waited for tokens
     (counted,) = (
@@ -121,13 +131,17 @@ def run_broken(plain: list[Any]) -> tuple[LLM, dict[str, Any]]:
 
 
 def search(llm: LLM) -> None:
-    """Search in graphs; what a search finds is compared in other tests."""
+    """Search in graphs; what a search finds is compared in other tests. Before it comes the check,
+    while vLLM watches for kernels of its own that are compiled."""
+    before = set(launches)
+    passes_at_start(llm)
+    assert new_launches(before, "vllm.v1.worker.gpu.sample.") == []
     text, params = request_of(Case(tuple(TEXTS[3]["prompt_token_ids"]), 2, False, 1.0, 5))
-    replays = start.Graph.replays
+    replays, counters = start.Graph.replays, scheduler_of(llm).beam_counters
+    num_groups = counters.groups
     output = llm.generate(text, params, use_tqdm=False)[0]
     assert len(output.outputs) == 2
-    counters = scheduler_of(llm).beam_counters
-    assert (counters.groups, counters.groups_failed) == (1, 0)
+    assert (counters.groups, counters.groups_failed) == (num_groups + 1, 0)
     assert start.Graph.replays > replays
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.logger import init_logger
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from vllm_trie.drafts import DraftRequest
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.scheduler.grammar_time import TimedGrammar
 from vllm_trie.extras.device_checks.engine_steps import (
@@ -35,6 +33,7 @@ from vllm_trie.extras.device_checks.engine_steps import (
 )
 from vllm_trie.extras.device_checks.start_check import (
     EVEN,
+    GRAMMAR,
     NUM_TOKENS,
     ODD,
     PROMPT_LENGTH,
@@ -51,7 +50,6 @@ from vllm_trie.extras.device_checks.start_check import (
 from vllm_trie.hooks import ledger, plugin
 from vllm_trie.hooks.ledger.record import TESTED, Symbols
 from vllm_trie.hooks.wire import SPECULATION, STATS_ATTRIBUTE
-from vllm_trie.tree import TokenTree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -156,11 +154,10 @@ class _Check:
             max_tokens=self._num_tokens,
             detokenize=False,
         )
-        json_object = StructuredOutputsParams(json_object=True)
         self.prompts = [
             prompt(0, length),
             prompt(1, length, temperature=TEMPERATURE, seed=1),
-            prompt(2, length, has_grammar=True, structured_outputs=json_object),
+            prompt(2, length, has_grammar=True, structured_outputs=GRAMMAR),
             prompt(3, long),
         ]
 
@@ -265,27 +262,11 @@ def _stand_in_for_grammars(manager: Any, vocab_size: int) -> Iterator[None]:
 
 
 class _Answers(KnownAnswers):
-    """Drafts known answers in place of a rank's drafter, with a wrong sibling before each node
-    where the drafts are trees."""
+    """Drafts known answers in place of a rank's drafter."""
 
     def __init__(self, verifier: TreeVerifier, answers: dict[tuple[int, ...], list[int]]) -> None:
         super().__init__(verifier.guard.drafter.context, answers)
         self.stands_for = verifier.guard.drafter, verifier.budget, verifier.observers
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        chains = super().propose(requests)
-        return [
-            chain if request.chain_only else self._with_siblings(chain, request.max_nodes)
-            for request, chain in zip(requests, chains, strict=True)
-        ]
-
-    def _with_siblings(self, chain: TokenTree, max_nodes: int) -> TokenTree:
-        path = chain.token_list[: max_nodes // 2]
-        if not path:
-            return chain
-        wrong = ((token + 1) % self.context.vocab_size for token in path)
-        nodes = [node for pair in zip(wrong, path, strict=True) for node in pair]
-        return TokenTree.from_lists(nodes, [2 * (node // 2) - 1 for node in range(len(nodes))])
 
 
 def _begin_answers(worker: Any, answers: Mapping[tuple[int, ...], list[int]]) -> None:

@@ -47,6 +47,8 @@ _WIDTHS = (2, 9, 64)
 """The last one is as wide as the engine allows, if that is less, and for GPUs only: it takes a CPU
 seconds."""
 _NUM_ORDINARY = 4
+_LOGPROBS, _PROMPT_LOGPROBS = 5, 1
+"""As many as in vLLM's warm-up, behind which it watches for kernels that are compiled."""
 BLIND = "the check does not see missing copies of KV"
 """What it says where hypotheses are right without copies, as those that never part in a block."""
 
@@ -170,7 +172,7 @@ class _Check:
             return "the engine has no room for a search that could be checked"
         width = self._widths[len(self._widths) // 2]
         prompt = self._prompt()
-        ordinary = [self._request(self._prompt()) for _ in range(_NUM_ORDINARY)]
+        ordinary = [self._request(self._prompt(), None, _LOGPROBS) for _ in range(_NUM_ORDINARY)]
         searches = [self._request(self._prompt(), width) for width in self._widths]
         # With the best of each beam among its log-probabilities, the scheduler chooses, not the
         # device; nothing else differs.
@@ -221,7 +223,7 @@ class _Check:
     def _differences(self, texts: Sequence[_Text]) -> list[float]:
         """Return by how much a token's log-probability differs from that of the same token as a
         part of a prompt, in the mean of a text or in its score."""
-        params = internal_params(1, prompt_logprobs=0)
+        params = internal_params(1, prompt_logprobs=_PROMPT_LOGPROBS)
         prompts = [self._new([*text.prompt, *text.token_ids], params) for text in texts]
         differences = []
         for text, outputs in zip(texts, outputs_of(self._core, prompts), strict=True):

@@ -23,6 +23,7 @@ import torch
 from vllm import SamplingParams
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     GrammarOutput,
@@ -59,6 +60,8 @@ _ALIGNED = 16
 """Triton compiles kernels anew for numbers that this divides. Serving needs both versions."""
 EVEN, ODD = np.array([0x55555555, 0xAAAAAAAA], dtype=np.uint32).view(np.int32)
 """Masks that allow every other token."""
+GRAMMAR = StructuredOutputsParams(json_object=True)
+"""Of requests with such masks, so that their drafts are chains."""
 
 
 def near_tie(dtype: torch.dtype) -> float:
@@ -117,7 +120,8 @@ def answers_by_prompt(
 
 
 class KnownAnswers(Drafter):
-    """Drafts the outputs that plain decoding gave, now and then with an error."""
+    """Drafts the outputs that plain decoding gave, now and then with an error; in trees, with a
+    wrong sibling before each node."""
 
     name = "start_check"
     Options = DrafterOptions
@@ -128,22 +132,31 @@ class KnownAnswers(Drafter):
         self._num_calls = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[TokenTree]:
-        paths = []
-        for request in requests:
-            text = request.token_ids.tolist()
-            prompt, output = text[: request.num_prompt_tokens], text[request.num_prompt_tokens :]
-            length = min(request.max_nodes, request.max_depth)
-            path = self._answers.get(tuple(prompt), [])[len(output) :][:length]
-            if path and len(output) % _ERROR_EVERY == 0:
-                path[-1] = (path[-1] + 1) % self.context.vocab_size
-            paths.append(path)
+        drafts = [self._draft(request) for request in requests]
         self._num_calls += 1
-        num_rows = len(paths) + sum(map(len, paths))
-        for path in paths if self._num_calls % 2 else []:
-            while path and num_rows % _ALIGNED:
-                path.pop()
+        num_rows = len(drafts) + sum(len(tokens) for tokens, _ in drafts)
+        for tokens, parents in drafts if self._num_calls % 2 else []:
+            while tokens and num_rows % _ALIGNED:
+                tokens.pop()
+                parents.pop()
                 num_rows -= 1
-        return [TokenTree.from_paths([path], len(path)) for path in paths]
+        return [TokenTree.from_lists(tokens, parents) for tokens, parents in drafts]
+
+    def _draft(self, request: DraftRequest) -> tuple[list[int], list[int]]:
+        text = request.token_ids.tolist()
+        prompt, output = text[: request.num_prompt_tokens], text[request.num_prompt_tokens :]
+        has_siblings = request.max_nodes > 1 and not request.chain_only
+        length = min(request.max_nodes // (1 + has_siblings), request.max_depth)
+        path = self._answers.get(tuple(prompt), [])[len(output) :][:length]
+        if path and len(output) % _ERROR_EVERY == 0:
+            path[-1] = self._wrong(path[-1])
+        if not has_siblings:
+            return path, [*range(-1, len(path) - 1)]
+        tokens = [node for token in path for node in (self._wrong(token), token)]
+        return tokens, [node // 2 * 2 - 1 for node in range(len(tokens))]
+
+    def _wrong(self, token: int) -> int:
+        return (token + 1) % self.context.vocab_size
 
 
 class _Agreement:
@@ -331,7 +344,7 @@ class _Decoder:
             [
                 prompt(0, PROMPT_LENGTH),
                 prompt(1, PROMPT_LENGTH, temperature=TEMPERATURE, seed=1),
-                prompt(2, PROMPT_LENGTH, has_grammar=True),
+                prompt(2, PROMPT_LENGTH, has_grammar=True, structured_outputs=GRAMMAR),
                 prompt(3, PROMPT_LENGTH)._replace(adapter=dummy),
                 prompt(4, min(_LONG_PROMPT, runner.max_model_len - self._room(0))),
             ]

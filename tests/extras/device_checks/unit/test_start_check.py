@@ -85,18 +85,26 @@ def test_near_ties_are_wider_in_16_bits() -> None:
 def test_drafts_of_the_check_are_right_but_for_some(monkeypatch) -> None:
     drafter = start_check.KnownAnswers(make_context(), {(1, 2): [3, 4, 5, 6]})
 
-    def draft(output: list[int]) -> list[int]:
+    def draft(output: list[int], max_nodes: int = 2, chain_only: bool = True) -> TokenTree:
         text = np.array([1, 2, *output], dtype=np.int32)
-        (tree,) = drafter.propose([DraftRequest("a", text, 2, 2, 2)])
-        return tree.token_list
+        request = DraftRequest("a", text, 2, max_nodes, max_nodes, chain_only=chain_only)
+        (tree,) = drafter.propose([request])
+        return tree
 
     monkeypatch.setattr(start_check, "_ALIGNED", 2)  # rows, in every other step
-    assert draft([3]) == [4]
-    assert draft([3]) == [4, 5]
-    assert draft([3, 4, 5]) == [6]
-    assert draft([3, 4, 5, 6]) == []
+    assert draft([3]).token_list == [4]
+    assert draft([3]).token_list == [4, 5]
+    assert draft([3, 4, 5]).token_list == [6]
+    assert draft([3, 4, 5, 6]).token_list == []
     drafter._num_calls = 1
-    assert draft([]) == [3, 5]
+    assert draft([]).token_list == [3, 5]
+    # In trees behind a wrong sibling each; one node has none.
+    tree = draft([3], max_nodes=4, chain_only=False)
+    assert (tree.token_list, tree.parent_list) == ([5, 4, 6], [-1, -1, 1])
+    tree = draft([3], max_nodes=5, chain_only=False)
+    assert (tree.token_list, tree.parent_list) == ([5, 4, 6, 5], [-1, -1, 1, 1])
+    assert tree.path_of([4, 5]) == [1, 3]
+    assert draft([3, 4], max_nodes=1, chain_only=False).token_list == [5]
 
 
 def test_the_wait_is_measured_by_steps_without_drafts() -> None:

@@ -239,6 +239,7 @@ class V2Adapter(Adapter):
         """Serve without drafts, without waits, and as soon as an output leaves, with a count."""
         super().switch_off(why)
         self._state = "off"
+        self.verifier.step = TreeStep()  # no later step may have the trees of one that failed
         self._graph_lengths = ()
         self._in_flight.clear()
         self._requests.clear()
