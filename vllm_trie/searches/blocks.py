@@ -45,11 +45,24 @@ class TokenRules(NamedTuple):
         result = logprobs.clone()
         result[:, to_device(self.biased, result.device)] += to_device(self.bias, result.device)
         if self.allowed is not None:
-            bits = np.unpackbits(self.allowed.view(np.uint8), axis=1, bitorder="little")
-            missing = max(0, result.shape[1] - bits.shape[1])
-            bits = np.pad(bits[:, : result.shape[1]], ((0, 0), (0, missing)))
-            result.masked_fill_(to_device(bits == 0, result.device), -torch.inf)
+            bits = _unpacked(self.allowed.view(np.uint8), result.device)
+            num_bits = bits.shape[1]
+            result[:, :num_bits].masked_fill_(bits[:, : result.shape[1]] == 0, -torch.inf)
+            result[:, num_bits:] = -torch.inf
         return result
+
+
+def _unpacked(octets: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return uint8 [rows, 8 * octets], the bits on a device: an eighth of them travels there."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(octets, axis=1, bitorder="little"))
+    return bits_of(to_device(octets, device))
+
+
+def bits_of(octets: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [rows, 8 * octets], the lowest bit of each octet first; slow on a CPU."""
+    places = torch.arange(8, dtype=torch.uint8, device=octets.device)
+    return (octets[:, :, None] >> places & 1).flatten(1)
 
 
 class Blocks(NamedTuple):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.beam.models import PROMPT, extended, random_model, run_search
 from tests.unit.beam.reference import reference_search
 from vllm_trie.searches import BeamSearch, SearchSettings, blocks
-from vllm_trie.searches.blocks import BLOCK, TokenRules
+from vllm_trie.searches.blocks import BLOCK, TokenRules, bits_of
 from vllm_trie.searches.device_step import launch_best
 from vllm_trie.searches.top_k import best_of_rows, select_best
 
@@ -184,3 +184,9 @@ def test_who_chooses_out_of_all_rows_together(options, of_all, draws):
     search = BeamSearch(SearchSettings(4, 5, **options))
     assert search.takes_best_of_all == of_all
     assert (search.draws(0) is not None) == draws
+
+
+def test_bits_on_a_device_have_numpys_order():
+    octets = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    bits = np.unpackbits(octets, axis=1, bitorder="little")
+    assert bits_of(torch.from_numpy(octets)).numpy().tolist() == bits.tolist()
