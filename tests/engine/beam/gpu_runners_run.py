@@ -155,7 +155,7 @@ def check_copies() -> None:
     sources, targets = torch.tensor([[1, 3, 3, 4], [1, 0, 5, 2]])
     for cache in expected:
         cache[targets] = cache[sources]
-    BlockCopier([*caches, caches[0]], 6).copy(torch.stack([sources, targets]))
+    BlockCopier([*caches, caches[0], caches[1][:, :1]], 6).copy(torch.stack([sources, targets]))
     for cache, copied in zip(caches, expected, strict=True):
         assert torch.equal(cache, copied.flatten(0, 1))
 

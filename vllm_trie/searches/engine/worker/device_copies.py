@@ -23,13 +23,14 @@ class BlockCopier:
     """The places of blocks in the KV caches of a device.
 
     Args:
-        kv_caches: Of all layers; one that shares another's cache is taken once.
+        kv_caches: Of all layers; of those that begin at one address the largest is taken.
         num_blocks: Of the scheduler, each one or more of a cache's.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         runs = []
-        for cache in {cache.data_ptr(): cache for cache in kv_caches}.values():
+        by_size = sorted(kv_caches, key=lambda cache: cache.nbytes)
+        for cache in {cache.data_ptr(): cache for cache in by_size}.values():  # the largest stays
             blocks = cache.unflatten(0, (num_blocks, -1))
             size = blocks.element_size()
             for run in _contiguous(blocks[0]):
