@@ -53,6 +53,9 @@ def measure(settings: Settings, dtype: str) -> Outcome:
         queue = [texts[i % len(texts)] for i in range(size)]
         verifier.forget_stats()
         measured[size] = _speeds(engines, queue, max_tokens, repeats)
+        if not verifier.totals.steps:
+            off = "the engine serves without drafts; its log says why, at the start"
+            return Outcome(status="failed", summary=off)
         steps[size] = _step(verifier.totals, size)
     lines = [f"| concurrent requests | plain, tokens/s | `{PEER}` | `ngram_trie` |"]
     lines += ["| ---: | ---: | ---: | ---: |"]

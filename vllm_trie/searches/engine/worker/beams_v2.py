@@ -46,6 +46,7 @@ _BEAMS = "_vllm_trie_beams"
 """Attribute of a model runner, and of its sampler, with its :class:`BeamSlots`."""
 _PREFILLED = [0]
 """Tokens that a beam has for the runner, whatever its text: it decodes, and prefills nothing."""
+_BEAM_PARAMS = internal_params(1)
 
 
 @dataclass
@@ -132,7 +133,7 @@ class BeamSlots:
                         req_id=names[-1],
                         prompt_token_ids=_PREFILLED,
                         mm_features=[],
-                        sampling_params=internal_params(1),
+                        sampling_params=_BEAM_PARAMS,
                         pooling_params=None,
                         block_ids=tuple([] for _ in range(num_groups)),
                         num_computed_tokens=len(_PREFILLED),
