@@ -188,7 +188,6 @@ def test_a_model_that_embeds_the_tokens_before_each_token():
 
 def test_diffusion_models_are_refused_by_name(plugin_log):
     """vLLM gives them a scheduler of its own."""
-    plugin_log.set_level(logging.INFO, logger="vllm_trie")
     model = {"diffusion_config": {"canvas_length": 8}}
     plain = engine_config(**model, speculative_config=None)
     assert "diffusion_scheduler" in plain.scheduler_config.scheduler_cls
