@@ -32,7 +32,7 @@ def steps(monkeypatch):
         scheduler: Any = SimpleNamespace(
             running=[SimpleNamespace(spec_token_ids=[]) for _ in range(2)],
             waiting=FCFSRequestQueue([waiting] * num_waiting),
-            max_num_running_reqs=places,
+            max_num_active_reqs=places,
             use_v2_model_runner=is_on_v2,
             vllm_config=None,
         )

@@ -53,7 +53,7 @@ class FirstTokens:
 
     def _can_start_stream(self) -> bool:
         scheduler = self._scheduler
-        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
+        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_active_reqs:
             return False
         # One that waits would hide a stream behind it, and streams nothing itself.
         requests = (one for one in scheduler.waiting if not isinstance(one, InternalRequest))
