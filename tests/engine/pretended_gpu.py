@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -113,6 +115,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from tests.engine.families import FAMILIES, write_config
 from vllm_trie.drafts.engine.config import verification
 from vllm_trie.drafts.engine.runners import v2
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
@@ -127,6 +130,11 @@ STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "one length": {"capability": DeviceCapability(8, 0), "max_num_seqs": 100},
+    "FlashInfer": {"attention_backend": "FLASHINFER"},
+    "MLA": {
+        "model": write_config(Path(tempfile.mkdtemp()), FAMILIES["DeepSeek V2"].config),
+        "max_model_len": 256,
+    },
     "any length by Triton": {
         "capability": DeviceCapability(8, 0),
         "attention_backend": "TRITON_ATTN",
@@ -172,9 +180,8 @@ def configure(
     PretendedCuda.capability = capability
     vars(envs)["VLLM_USE_V2_MODEL_RUNNER"] = runner_v2
     speculation = {"method": "ngram_trie", **(speculation or {})}
-    return EngineArgs(
-        model=str(model_path()), max_model_len=512, speculative_config=speculation, **settings
-    ).create_engine_config()
+    settings = {"model": str(model_path()), "max_model_len": 512, **settings}
+    return EngineArgs(speculative_config=speculation, **settings).create_engine_config()
 
 
 def described(**settings: Any) -> dict[str, Any]:

@@ -198,10 +198,11 @@ def test_the_line_at_the_start_names_the_defaults(pretended):
 def test_large_batches_draft_less(pretended):
     tiers = {
         name: [(last, tokens) for _, last, tokens in pretended["settings"][name]["tiers"]]
-        for name in ("default", "any length by Triton", "one length", "trees")
+        for name in ("default", "any length by Triton", "one length", "FlashInfer", "MLA", "trees")
     }
     assert tiers["default"] == [(64, 8), (128, 4), (256, 2), (1 << 20, 0)]
     assert tiers["any length by Triton"] == tiers["default"]
+    assert tiers["FlashInfer"] == tiers["MLA"] == tiers["one length"]
     assert tiers["one length"] == [(16, 8), (64, 4), (1 << 20, 0)]
     assert tiers["trees"] == [(64, 31), (128, 15), (256, 7), (1 << 20, 0)]
 

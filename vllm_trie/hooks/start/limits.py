@@ -120,7 +120,8 @@ def _other_cache_dtype(config: VllmConfig) -> str | None:
     return None if dtype in allowed else dtype
 
 
-def _has_state(config: VllmConfig) -> bool:
+def has_state(config: VllmConfig) -> bool:
+    """Return whether layers keep a recurrent state."""
     model = config.model_config
     return bool(model.is_hybrid or model.is_attention_free or model.has_inner_state)
 
@@ -192,10 +193,10 @@ LIMITS: tuple[Limit, ...] = (
         "those of requests, not of beams, and does not take back those of rejected drafts; run "
         "without vllm-trie's speculative methods"),
     Limit(TREES + BEAMS, "state-space, recurrent and hybrid models",
-        lambda c: _has_state(c),
+        lambda c: has_state(c),
         "{model}: models with state-space or recurrent layers are not supported"),
     Limit(CHAINS, "state-space, recurrent and hybrid models, but on NVIDIA GPUs",
-        lambda c: _has_state(c) and not is_cuda(),
+        lambda c: has_state(c) and not is_cuda(),
         "{model}: models with state-space or recurrent layers need Model Runner V2 on an NVIDIA "
         "GPU. On V1 a step without drafts after one with accepted ones reads an old state "
         "(vllm-project/vllm#39273), and vLLM's kernels for CPUs keep no state for each draft "

@@ -12,7 +12,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_trie.drafts import get_drafter_class
 from vllm_trie.drafts.engine import config
 from vllm_trie.drafts.engine.start.draft_support import choose_verification
-from vllm_trie.drafts.engine.start.translate import requested_method, translate
+from vllm_trie.drafts.engine.start.translate import (
+    draft_for_one_length,
+    requested_method,
+    translate,
+)
 from vllm_trie.extras import loaded
 from vllm_trie.hooks.ledger.record import PLUGGABLE, Symbols
 from vllm_trie.hooks.start import runner_choice
@@ -102,6 +106,7 @@ def check(vllm_config: VllmConfig) -> None:
             tree_config.speculator.check(vllm_config, options)
         chosen = choose_verification(vllm_config, tree_config.method, options.verification)
         config.set_verification(vllm_config, chosen)
+        draft_for_one_length(vllm_config)
         _leave_requests_unpadded(vllm_config)
         # A worker would find them too, a minute later and inside its traceback.
         get_drafter_class(tree_config.method).check_files(

@@ -24,9 +24,11 @@ from vllm_trie.hooks.start.additional_config import (
     own_part,
     spelled,
 )
+from vllm_trie.hooks.start.limits import has_state, is_cuda
 from vllm_trie.refusal import RefusedError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 DEFAULT_NODES = 32
@@ -264,6 +266,20 @@ def _tiers(num_nodes: int, limits: Iterable[tuple[int, int]]) -> list[tuple[int,
         tiers.append((first, last, num_nodes // divisor))
         first = last + 1
     return [*tiers, (first, 1 << 20, 0)]
+
+
+def draft_for_one_length(vllm_config: VllmConfig) -> None:
+    """Have large batches draft less where the model's layers, which are known only now, have CUDA
+    graphs of one length for all requests."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    any_length, one_length = (
+        _tiers(speculative.num_speculative_tokens, limits)
+        for limits in (_TIERS, _TIERS_OF_ONE_LENGTH)
+    )
+    takes_one = vllm_config.model_config.use_mla or has_state(vllm_config)
+    if is_cuda() and takes_one and getattr(speculative, _SCHEDULE) == any_length:
+        setattr(speculative, _SCHEDULE, one_length)
 
 
 def _speculative_config_fields() -> frozenset[str]:
