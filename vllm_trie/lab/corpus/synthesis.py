@@ -156,9 +156,12 @@ def read_questions(path: Path) -> list[str]:
     'text', or the first of 'turns'.
 
     Raises:
-        ValueError: The file has no question, or a line without one.
+        ValueError: The file is not UTF-8, or has no question, or a line without one.
     """
-    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+    try:
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {path} is not UTF-8 text: {error}") from None
     is_jsonl = path.suffix == ".jsonl"
     questions = [
         _question(line, f"{path}, line {number}") if is_jsonl else line

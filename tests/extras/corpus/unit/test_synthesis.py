@@ -133,7 +133,7 @@ def test_answers_of_other_settings_are_refused(tmp_path):
 def test_files_of_questions(tmp_path):
     def read(content: str, suffix: str = ".jsonl") -> list[str]:
         path = tmp_path / f"questions{suffix}"
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
         return read_questions(path)
 
     assert read("one\n\ntwo\none\n", ".txt") == ["one", "two"]
@@ -145,6 +145,7 @@ def test_files_of_questions(tmp_path):
         ("{", "line 1 is not JSON"),
         ('{"prompt": "a"}\n\n{"turns": [3]}', "line 3 has none"),
         ("[1]", "line 1 has none"),
+        ("\udcff", "questions.jsonl is not UTF-8"),
     ):
         with pytest.raises(ValueError, match=message):
             read(content)
