@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,13 +22,6 @@ _CALIBRATION_ROWS = 16
 """A temperature is one number, which a few thousand places settle."""
 
 
-class Targets(StrEnum):
-    """The targets that heads learn to predict."""
-
-    model = "model"
-    text = "text"
-
-
 @app.callback()
 def _group() -> None:
     """Keep `train` a subcommand, which Typer would otherwise merge into a group of one."""
@@ -45,9 +37,6 @@ def train(
     ] = None,
     heads: Annotated[int, typer.Option(min=1, max=16, help="Number of heads, K.")] = 4,
     layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of a head.")] = 1,
-    init: Annotated[
-        Path | None, typer.Option(help="Checkpoint of heads of the same shape to start from.")
-    ] = None,
     share_output: Annotated[
         bool, typer.Option(help="Use the model's own output layer and train the blocks alone.")
     ] = False,
@@ -55,35 +44,26 @@ def train(
         int,
         typer.Option(min=0, help="Guess only this many tokens, the data's most frequent; 0: all."),
     ] = 0,
-    targets: Annotated[
-        Targets, typer.Option(help="Learn what the model would say, or what the text says.")
-    ] = Targets.model,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Rows of text in a step.")] = 8,
     context: Annotated[int, typer.Option(min=16, help="Tokens in a row.")] = 512,
     lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-3,
     device: Annotated[str, typer.Option(help="'cpu', 'cuda'; default: a GPU if there is.")] = "",
     dtype: Annotated[str, typer.Option(help="Of the computation; weights stay float32.")] = "",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: PyTorch decides.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states.")] = 100,
     seed: Annotated[int, typer.Option(help="Order of the rows.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on with an interrupted run in OUT.")] = True,
 ) -> None:
     """Train heads on a frozen model from text files."""
-    import torch
-
     from vllm_trie.extras.heads.heads import HeadsShape
-    from vllm_trie.extras.heads.reading import load_checkpoint
     from vllm_trie.extras.heads.training import TokenRows, Trainer, TrainingPlan
     from vllm_trie.extras.heads.training.states import StateCache
 
-    if threads:
-        torch.set_num_threads(threads)
     with errors_end_the_command():
         backbone = _load_backbone(model, device, dtype, context)
         tokens, held = _read_text(backbone, data, validation, context)
         held_rows = TokenRows(held, context).batch(0, min(64, max(1, len(held) // context)))
-        plan = TrainingPlan(steps, batch, lr, min(40, steps), 0.01, targets.value, seed)
+        plan = TrainingPlan(steps, batch, lr, min(40, steps), 0.01, seed)
         shape = HeadsShape(
             num_heads=heads,
             num_layers=layers,
@@ -105,11 +85,6 @@ def train(
                     err=True,
                 )
         trainer = Trainer(backbone, rows, plan, shape, cache)
-        if init is not None:
-            loaded = load_checkpoint(
-                init, shape.hidden_size, shape.vocab_size, lambda: backbone.output_weight
-            )
-            trainer.start_from(loaded.heads)
         _run(trainer, out / STATE_FILE, resume, save_every, batch * context)
         scores = trainer.evaluate(held_rows)
         temperatures = trainer.fit_temperatures(held_rows[:_CALIBRATION_ROWS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ class TrainingPlan:
     Attributes:
         steps, batch_rows: Optimizer steps, and rows of text in each.
         learning_rate: Its peak; it rises over `warmup_steps` and falls to 0 along a cosine.
-        targets: What the heads learn. "model": the token that the model itself would take after
-            the text up to there, which is what a draft is checked against. "text": the text's.
     """
 
     steps: int = 1000
@@ -37,7 +35,6 @@ class TrainingPlan:
     learning_rate: float = 1e-3
     warmup_steps: int = 40
     weight_decay: float = 0.01
-    targets: Literal["model", "text"] = "model"
     seed: int = 0
 
 
@@ -64,7 +61,10 @@ def learning_rate_factor(step: int, steps: int, warmup_steps: int) -> float:
 
 
 class Trainer:
-    """Trains heads in place; :meth:`state` and :meth:`resume` carry it over an interruption."""
+    """Trains heads in place; :meth:`state` and :meth:`resume` carry it over an interruption.
+
+    Heads learn the tokens that the model itself would take, which drafts are checked against.
+    """
 
     def __init__(
         self,
@@ -100,31 +100,6 @@ class Trainer:
             weight_decay=plan.weight_decay,
         )
         self.step = 0
-
-    @torch.no_grad()
-    def start_from(self, heads: MedusaHeads) -> None:
-        """Copy the weights of other heads.
-
-        Raises:
-            ValueError: They have another shape, or guess other tokens.
-        """
-        if heads.shape != self.heads.shape:
-            raise ValueError(
-                f"the heads to start from have another shape: {heads.shape}, wanted "
-                f"{self.heads.shape}"
-            )
-        token_map = self.heads.token_map
-        if (
-            token_map is not None
-            and heads.token_map is not None
-            and not torch.equal(heads.token_map.to(token_map.device), token_map)
-        ):
-            raise ValueError(
-                "the heads to start from guess other tokens: --outputs takes the most frequent "
-                "ones of --data; give the same --data, or train without --init"
-            )
-        for mine, theirs in zip(self.heads.parameters(), heads.parameters(), strict=True):
-            mine.copy_(theirs)
 
     def run_step(self) -> list[float]:
         """Train on one batch; return the loss of each head, nats."""
@@ -163,20 +138,16 @@ class Trainer:
         else:
             hidden = self.backbone.hidden_states(batch)
             predictions = self.backbone.predictions(hidden)
-        if self.plan.targets == "model":
-            targets = self._outputs[predictions]
-        else:
-            following = self._outputs[batch[:, 1:].to(self.backbone.device)]
-            targets = F.pad(following, (0, 1), value=_IGNORED)
         # A question is not drafted for.
-        targets = targets.masked_fill(F.pad(only_read[:, 1:], (0, 1)), _IGNORED)
+        not_drafted = F.pad(only_read[:, 1:], (0, 1))
+        targets = self._outputs[predictions].masked_fill(not_drafted, _IGNORED)
         # Autograd refuses tensors that inference mode made.
         return hidden.flatten(0, 1).clone(), targets.clone()
 
     @torch.no_grad()
     def evaluate(self, tokens: np.ndarray, batch_rows: int = 8) -> list[HeadScore]:
-        """Score every head on rows of held-out text, int [rows, length], against the same kind of
-        targets that it is trained on; `nll` leaves out what the token map lacks."""
+        """Score every head on rows of held-out text, int [rows, length], against the
+        model's own tokens; `nll` leaves out what the token map lacks."""
         count = self.heads.shape.num_heads
         totals = torch.zeros(count, 5, dtype=torch.float64)
         for first in range(0, len(tokens), batch_rows):
