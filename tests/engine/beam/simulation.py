@@ -449,6 +449,7 @@ class Simulation:
                 params,
                 None,
                 arrival_time=self._clock,
+                trace_headers={"request": request_id},
                 priority=priority,
                 lora_request=next(self._adapters),
                 block_hasher=self._hasher,
@@ -489,11 +490,15 @@ class Simulation:
         entry.token_ids += output.new_token_ids
         entry.events += [event.type for event in output.events or ()]
         if output.finish_reason is not None:
+            assert output.trace_headers == {"request": output.request_id}
             entry.reason = str(output.finish_reason)
             self.open.discard(output.request_id)
+            self.finished[output.request_id] = self.finished.pop(output.request_id)  # in order
         if carried := output.kv_transfer_params:
-            rest = iter(entry.token_ids)
-            for hypothesis in carried[SEARCH_KEY].hypotheses:
+            rest, answer = iter(entry.token_ids), carried[SEARCH_KEY]
+            assert answer.report["steps"] == answer.shared["steps"] > 0
+            assert 0 <= answer.report["waiting_seconds"] < 3600
+            for hypothesis in answer.hypotheses:
                 token_ids = [*islice(rest, hypothesis.num_tokens)]
                 entry.hypotheses.append((token_ids, hypothesis.beam["score"]))
             assert next(rest, None) is None

@@ -117,16 +117,22 @@ def test_slots_that_a_group_leaves_over_are_used(vllm_config):
     assert took["d"] <= 202
 
 
-def test_long_requests_of_a_step_count_once(vllm_config):
-    """One takes the slot that the group leaves over, when two have ended, and the next does not."""
-    arrivals = [request("a", 400), request("b", 400), group("wide", 3)]
+@pytest.mark.parametrize(
+    ("most", "widths", "started"),
+    [(400, [3], ["c", "short"]), (400, [4, 3], ["short"]), (30, [2], ["of2~1"])],
+)
+def test_long_requests_of_a_step_count_once(vllm_config, most, widths, started):
+    """One takes the slot that the group leaves over, when two have ended, and the next does not.
+    Of two groups that lack slots the first one claims them; one that lacks none claims none."""
+    arrivals = [request("a", most), request("b", 400)]
+    arrivals += [group(f"of{width}", width, 100) for width in widths]
     arrivals += [request("c", 400), request("d", 400), request("short", 40)]
     simulation = Simulation(vllm_config, num_blocks=400, block_size=16, max_num_seqs=4)
     for arrive in arrivals:
         arrive(simulation)
     simulation.step()
     running = [request.request_id for request in simulation.scheduler.running]
-    assert running == ["a", "b", "c", "short"]
+    assert running == ["a", "b", *started]
 
 
 def test_urgent_group_starts_before_one_that_has_waited_longer(vllm_config):

@@ -137,6 +137,7 @@ def test_pool_too_small_for_the_groups(vllm_config, prefix_caching, asynchronous
     """Groups that together need far more than the pool finish nevertheless, and correctly."""
     simulation, finish = crowd(vllm_config, 4, prefix_caching, asynchronous)
     finish()
+    assert sorted(simulation.finished) == [*simulation.finished]
     preempted = 0
     for answer in simulation.finished.values():  # vLLM's metrics count these
         queued, *events, scheduled = [event.name for event in answer.events]
@@ -364,18 +365,30 @@ def test_step_looks_at_no_group_that_waits(vllm_config, monkeypatch):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(("num_blocks", "num_started"), [(60, 2), (40, 1)])
-def test_searches_start_by_what_they_soon_need(vllm_config, num_blocks, num_started):
-    """Not by their limit, with which each would take all blocks: 25 are expected for each."""
-    simulation = Simulation(vllm_config, num_blocks=num_blocks)
-    limit = simulation.scheduler.max_model_len - 3
+@pytest.mark.parametrize(
+    ("num_blocks", "window", "prompt_len", "width", "num_started"),
+    [(60, None, 3, 4, 2), (40, None, 3, 4, 1), (140, 8, 72, 4, 2), (40, 8, 64, 8, 1)],
+)
+def test_searches_start_by_what_they_soon_need(
+    vllm_config, num_blocks, window, prompt_len, width, num_started
+):
+    """Not by their limit, with which each would take all blocks: the first ones are expected to
+    take 25 each, those of 140 blocks 68. Blocks before a window do not count: otherwise the last
+    ones would be refused, or take more passes."""
+    simulation = Simulation(
+        vllm_config, num_blocks=num_blocks, max_num_batched_tokens=256, window=window
+    )
+    prompt = [i % 3 + 5 for i in range(prompt_len)]
+    limit = simulation.scheduler.max_model_len - prompt_len
     for name in "ab":
-        simulation.add_beam(name, [5, 6, 7], 4, 4, max_tokens=limit)
+        simulation.add_beam(name, prompt, width, width, max_tokens=limit)
     simulation.step()
-    assert simulation.scheduler.beam_counters.groups == num_started
-    simulation.run()
+    counters = simulation.scheduler.beam_counters
+    assert counters.groups == num_started
+    simulation.run(45 if width == 8 else 400)
     for name in "ab":
-        check_beam(simulation, name, expected_beam([5, 6, 7], 4, max_tokens=limit))
+        check_beam(simulation, name, expected_beam(prompt, width, max_tokens=limit))
+    assert bool(counters.beams_recomputed) == (width == 8)
     simulation.check_clean()
 
 
