@@ -288,11 +288,10 @@ class BeamGroups:
             outputs.setdefault(group.request.client_index, []).append(group.first_output())
 
     def drop_finished(self, request_ids: Iterable[str]) -> None:
-        """Forget those groups and refused requests that no client waits for any more."""
+        """Forget groups and refused requests that vLLM has finished: no client waits for them."""
         for group in [self.by_id[name] for name in request_ids if name in self.by_id]:
-            if group.request.is_finished():
-                self._remove(group)
-                self._forget(group.request)
+            self._remove(group)
+            self._forget(group.request)
         self._refused = [request for request in self._refused if not request.is_finished()]
 
     def _answer(self, request: Request, output: EngineCoreOutput, outputs: Outputs) -> None:

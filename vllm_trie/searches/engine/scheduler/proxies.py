@@ -123,7 +123,7 @@ def take_outputs(
         assert beams.level is not None
         if beams.level.selects:
             selected = candidates.get(step.proxy_id)
-            if selected is not None and len(selected.rows):
+            if selected is not None:
                 selected = selected._replace(rows=selected.rows + beams.rows[0])
             group.take_candidates(selected)
         if beams.end_level():
