@@ -205,6 +205,8 @@ def test_group_that_can_never_fit_is_refused(vllm_config, plugin_log):
     simulation = Simulation(vllm_config, num_blocks=61)
     with plugin_log.at_level("ERROR", logger="vllm.vllm_trie"):
         simulation.add_beam("a", [1] * 200, 16, 3)
+    simulation.add_beam("gone", [1] * 200, 16, 3)
+    simulation.abort("gone")  # before its answer
     simulation.add_greedy("g", [1, 2, 3])
     simulation.run()
     assert simulation.finished["a"].reason == "error"
