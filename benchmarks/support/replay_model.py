@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "tie_word_embeddings": False,
     },
 }
-MAX_TEXTS, MAX_LENGTH = 512, 1 << 13
+MAX_TEXTS, MAX_LENGTH = 1024, 1 << 13
 """Texts at a time, and tokens of the longest."""
 _DIGIT = 256
 """Integers up to here are exact in bfloat16: a token id travels as two digits."""

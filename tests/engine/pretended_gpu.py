@@ -127,14 +127,19 @@ PretendedCuda.get_global_graph_pool = classmethod(lambda cls: (0, 0))
 TREES, CHAINS = {"verification": "tree"}, {"verification": "chain"}
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+_folder = tempfile.TemporaryDirectory()
+MLA = {
+    "model": write_config(Path(_folder.name), FAMILIES["DeepSeek V2"].config),
+    "max_model_len": 256,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "one length": {"capability": DeviceCapability(8, 0), "max_num_seqs": 100},
     "FlashInfer": {"attention_backend": "FLASHINFER"},
-    "MLA": {
-        "model": write_config(Path(tempfile.mkdtemp()), FAMILIES["DeepSeek V2"].config),
-        "max_model_len": 256,
-    },
+    "FlashInfer by configuration": {"attention_config": {"backend": "FLASHINFER"}},
+    "FlashAttention": {"attention_backend": "flash_attn"},
+    "MLA": MLA,
+    "MLA without graphs": {**MLA, "enforce_eager": True},
     "any length by Triton": {
         "capability": DeviceCapability(8, 0),
         "attention_backend": "TRITON_ATTN",

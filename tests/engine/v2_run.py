@@ -527,6 +527,19 @@ def compare_all(folder: Path) -> dict[str, Any]:
     return {**result, **kernels, "replayed": replayed()}
 
 
+def note_prepared(guard: Any) -> list[bool]:
+    """Note whether drafts were prepared, each time that they might be."""
+    stock, were_prepared = guard.prepare, []
+
+    def prepare(*args: Any) -> Any:
+        prepared = stock(*args)
+        were_prepared.append(prepared is not None)
+        return prepared
+
+    guard.prepare = prepare
+    return were_prepared
+
+
 def replayed() -> list[float]:
     """Let the benchmarks' replay model give recorded answers; return its tokens per step, with
     drafts that are prepared and without."""
@@ -534,8 +547,8 @@ def replayed() -> list[float]:
     import peers
     from support import peers_engines
 
-    parts = [[*text["prompt_token_ids"][:12]] for text in TEXTS[:3]]
-    questions = [peers_engines.Question("any", part, part * 3, 20) for part in parts]
+    texts = [[*text["prompt_token_ids"][:12]] for text in TEXTS[:3]]
+    questions = [peers_engines.Question("any", text, text * 3, 20) for text in texts]
     load = peers.together(questions, 2)
     with peers_engines.replaying("tiny", 32_000) as model:
         settings = {"max_model_len": 160, "max_num_seqs": 2, "block_size": 32}
@@ -544,10 +557,12 @@ def replayed() -> list[float]:
         peers_engines.METHODS["unprepared"] = {**AHEAD, "recycle": False, "prepare": False}
         names = "prepared", "unprepared"
         contestants = [peers_engines.Contestant(name, model, **settings) for name in names]
+        prepared = [note_prepared(verifier_of(contestant.llm).guard) for contestant in contestants]
         peers.play_answers(load)
         measured = [*peers_engines.answer(contestants, load)]
     v2_on_cpu.kept.append(contestants)
     assert all(some.output == load.answer for some in measured)
+    assert [any(drafts) for drafts in prepared] == [True, False]
     return [(len(some.output) - some.requests) / some.steps for some in measured]
 
 

@@ -189,7 +189,9 @@ def start_engine(
         **options,
     }
     if "kv_cache_memory_bytes" not in settings:
-        cache_bytes = kv_cache_bytes(model, max_model_len, max_num_seqs, settings["dtype"])
+        cache_bytes = kv_cache_bytes(
+            model, max_model_len, max_num_seqs, settings["dtype"], **loading_options(options)
+        )
         settings["kv_cache_memory_bytes"] = cache_bytes
     if speculative_config is not None:
         settings["speculative_config"] = dict(speculative_config)
@@ -208,15 +210,23 @@ def engine(model: str, **settings: Any) -> Iterator[LLM]:
         gc.collect()
 
 
-def kv_cache_bytes(model: str, max_model_len: int, max_num_seqs: int, dtype: str) -> int:
+def loading_options(options: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of an engine's options with which Transformers must load its model, too."""
+    names = "revision", "trust_remote_code"
+    return {name: options[name] for name in names if name in options}
+
+
+def kv_cache_bytes(
+    model: str, max_model_len: int, max_num_seqs: int, dtype: str, **options: Any
+) -> int:
     """Return the size of a KV cache for the largest batch of the longest sequences."""
-    per_token = token_kv_bytes(model, 2 if dtype in ("bfloat16", "float16") else 4)
+    per_token = token_kv_bytes(model, 2 if dtype in ("bfloat16", "float16") else 4, **options)
     return max(64 << 20, int(1.25 * per_token * (max_model_len + 256) * (max_num_seqs + 1)))
 
 
-def token_kv_bytes(model: str, itemsize: int) -> int:
+def token_kv_bytes(model: str, itemsize: int, **options: Any) -> int:
     """Return the bytes of one token's keys and values in all layers, of `itemsize` each."""
-    config = text_config(model)
+    config = text_config(model, **options)
     num_layers: int = config.num_hidden_layers
     return 2 * itemsize * num_layers * prod(kv_shape(config))
 

@@ -61,8 +61,8 @@ def _unpacked(octets: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def bits_of(octets: torch.Tensor) -> torch.Tensor:
     """Return uint8 [rows, 8 * octets], the lowest bit of each octet first; slow on a CPU."""
-    places = torch.arange(8, dtype=torch.uint8, device=octets.device)
-    return (octets[:, :, None] >> places & 1).flatten(1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=octets.device)
+    return (octets[:, :, None] >> shifts & 1).flatten(1)
 
 
 class Blocks(NamedTuple):

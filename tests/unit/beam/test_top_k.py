@@ -186,7 +186,12 @@ def test_who_chooses_out_of_all_rows_together(options, of_all, draws):
     assert (search.draws(0) is not None) == draws
 
 
-def test_bits_on_a_device_have_numpys_order():
-    octets = np.arange(256, dtype=np.uint8).reshape(4, 64)
-    bits = np.unpackbits(octets, axis=1, bitorder="little")
-    assert bits_of(torch.from_numpy(octets)).numpy().tolist() == bits.tolist()
+@pytest.mark.parametrize("masks", ["one for all", "each", "too few words"])
+@pytest.mark.parametrize("vocab", [3, 160, 250])
+def test_rules_on_a_device(monkeypatch, masks, vocab):
+    random = np.random.default_rng(0)
+    logprobs = torch.from_numpy(random.random((4, vocab), dtype=np.float32))
+    rules = random_rules(random, masks, 4, logprobs.numpy().copy())
+    expected = rules.apply(logprobs)
+    monkeypatch.setattr(blocks, "_unpacked", lambda o, device: bits_of(torch.from_numpy(o)))
+    assert torch.equal(rules.apply(logprobs), expected)

@@ -259,9 +259,13 @@ def test_fields_of_vllms_own_drafters_are_refused(name):
         said = rf"sets {name}='x', which method '{method}' does not read; .* leave the others out"
         with pytest.raises(ValueError, match=said):
             translate(arguments({"method": method, name: "x"}))
-        for left_out in (None, False):
+        for left_out in (None, False, getattr(SpeculativeConfig, name, None)):
             translate(arguments({"method": method, name: left_out}))
     with_head = arguments({"method": "second_trie", "head": "some/head", name: "x"})
+    if name.startswith(("prompt_lookup", "suffix_decoding")):
+        with pytest.raises(ValueError, match=rf"sets {name} of other methods"):
+            settings_of(with_head)
+        return
     settings_of(with_head)
     assert with_head.speculative_config[name] == "x"
 

@@ -44,16 +44,16 @@ def takes_any_length(engine_args: EngineArgs) -> bool:
     """Return whether CUDA graphs are expected to take drafts of any length in one batch.
 
     Those of FlashAttention 3, which is chosen on a Hopper GPU, and of vLLM's Triton attention do.
-    Workers find out for certain; this only decides how many drafts the scheduler makes room for.
+    Workers find out for certain; this only decides how many drafts the scheduler makes room for,
+    before the model is known.
     """
     from vllm.platforms import current_platform
 
-    if not is_cuda():
+    if not is_cuda() or engine_args.enforce_eager:
         return True  # without CUDA graphs
     capability = current_platform.get_device_capability()
     backend = str(engine_args.attention_backend or "").rpartition(".")[2]
-    is_hopper = capability is not None and capability.major == 9
-    return backend == "TRITON_ATTN" or (is_hopper and backend in ("", "FLASH_ATTN"))
+    return backend == "TRITON_ATTN" or (capability is not None and capability.major == 9)
 
 
 def runner_scopes(

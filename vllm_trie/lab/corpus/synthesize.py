@@ -70,9 +70,7 @@ def run(
         ValueError: A setting or a file cannot be used.
     """
     questions = None if prompts is None else synthesis.read_questions(prompts)
-    of_model: dict[str, Any] = {
-        name: engine_args[name] for name in ("revision", "trust_remote_code") if name in engine_args
-    }
+    of_model = local_engine.loading_options(engine_args)
     loaded = load_tokenizer(model, **of_model)
     tokenizer = fingerprint(loaded.vocabulary)
     answers = AnswersFile(

@@ -133,7 +133,8 @@ def test_streams_are_bounded_in_length_and_age(server, join, monkeypatch):
     assert server.client.xlen(name) <= 400  # the server drops entries by the hundred
     assert server.client.xrange(name, count=1)[0][0] > b"1000000"
     assert 0 < server.client.ttl(name) <= replicas.MAX_AGE
-    assert 0 < len(idle._incoming) <= replicas._ENTRIES_AT_ONCE
+    wait_for(lambda: idle._incoming)
+    assert len(idle._incoming) <= replicas._ENTRIES_AT_ONCE
 
 
 def test_own_texts_leave_while_those_of_others_never_end(server, join, monkeypatch):

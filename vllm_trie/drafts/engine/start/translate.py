@@ -48,6 +48,7 @@ MAX_NODES = 256
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
 _VLLM_FIELDS = (_SCHEDULE, "target_model_config", "target_parallel_config")
 """Of vLLM's ``SpeculativeConfig`` with each method; vLLM itself adds the last two."""
+_OF_OTHER_METHODS = ("prompt_lookup_", "suffix_decoding_")
 
 
 def requested_method(engine_args: EngineArgs) -> str | None:
@@ -135,6 +136,13 @@ def translate(engine_args: EngineArgs) -> None:
     parsed = parse(payload)  # the errors should reach the user now, not in a worker
     if parsed.speculator is None:
         _refuse_fields_without_effect(method, vllm_options, has_weights=draft_model is not None)
+    else:
+        of_others = [key for key in vllm_options if key.startswith(_OF_OTHER_METHODS)]
+        if of_others:
+            raise RefusedError(
+                f"speculative_config sets {', '.join(of_others)} of other methods of vLLM's, which "
+                f"method {method!r} does not read; leave them out"
+            )
     is_v2 = vllm_method != runner_choice.V1_METHOD or parsed.speculator is not None
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
     num_nodes = _check_num_nodes(requested_nodes, on_v2 if is_v2 else DEFAULT_NODES)
@@ -170,11 +178,15 @@ def _refuse_options_without_method(engine_args: EngineArgs) -> None:
 def _refuse_fields_without_effect(
     method: str, options: Mapping[str, object], has_weights: bool
 ) -> None:
-    """Refuse fields of vLLM's that are of its own drafters, or change how drafts are verified."""
+    """Refuse fields of vLLM's that are of its own drafters, or change how drafts are verified; not
+    where they say what vLLM does without them."""
+    from vllm.config import SpeculativeConfig
+
+    defaults = {field.name: field.default for field in dataclasses.fields(SpeculativeConfig)}
     foreign = [
         f"{key}={value!r}"
         for key, value in options.items()
-        if value is not None and value is not False and key not in _VLLM_FIELDS
+        if value not in (None, False, defaults[key]) and key not in _VLLM_FIELDS
         if not (key == "revision" and has_weights)
     ]
     if foreign:
@@ -269,16 +281,22 @@ def _tiers(num_nodes: int, limits: Iterable[tuple[int, int]]) -> list[tuple[int,
 
 
 def draft_for_one_length(vllm_config: VllmConfig) -> None:
-    """Have large batches draft less where the model's layers, which are known only now, have CUDA
-    graphs of one length for all requests."""
+    """Have large batches draft less where CUDA graphs take one length for all requests, as the
+    complete configuration shows."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     any_length, one_length = (
         _tiers(speculative.num_speculative_tokens, limits)
         for limits in (_TIERS, _TIERS_OF_ONE_LENGTH)
     )
-    takes_one = vllm_config.model_config.use_mla or has_state(vllm_config)
-    if is_cuda() and takes_one and getattr(speculative, _SCHEDULE) == any_length:
+    backend = vllm_config.attention_config.backend
+    takes_one = (
+        vllm_config.model_config.use_mla
+        or has_state(vllm_config)
+        or (backend is not None and backend.name not in ("FLASH_ATTN", "TRITON_ATTN"))
+    )
+    has_graphs = is_cuda() and not vllm_config.model_config.enforce_eager
+    if has_graphs and takes_one and getattr(speculative, _SCHEDULE) == any_length:
         setattr(speculative, _SCHEDULE, one_length)
 
 
