@@ -97,7 +97,7 @@ def start_as_on_a_gpu() -> None:
     gpu_worker.kernel_warmup = lambda worker: None  # kernels of devices and models
     adaptive_verification._PROFILE_REPLAYS = 1
     start_check._slowdown = lambda *runs: None  # the interpreter's times say nothing
-    start_check.NUM_TOKENS, start_check._LONG_PROMPT, start_check._FEWEST_NODES = 6, 40, 2
+    start_check.NUM_TOKENS, start_check._LONG_PROMPT = 6, 40
     _follow_captures()
     _keep_scratch()
     config.CPU_WORKER_CLASS = f"{__name__}.DraftingStart"

@@ -138,8 +138,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FlashInfer": {"attention_backend": "FLASHINFER"},
     "FlashInfer by configuration": {"attention_config": {"backend": "FLASHINFER"}},
     "FlashAttention": {"attention_backend": "flash_attn"},
+    "Triton": {"capability": DeviceCapability(8, 0), "attention_backend": "triton_attn"},
+    "no graphs": {"capability": DeviceCapability(8, 0), "enforce_eager": True},
     "MLA": MLA,
-    "MLA without graphs": {**MLA, "enforce_eager": True},
+    "MLA without graphs": {**MLA, "compilation_config": {"cudagraph_mode": "NONE"}},
     "any length by Triton": {
         "capability": DeviceCapability(8, 0),
         "attention_backend": "TRITON_ATTN",

@@ -202,7 +202,8 @@ def test_large_batches_draft_less(pretended):
         if "refused" not in pretended["settings"][name]
     }
     assert tiers["default"] == [(64, 8), (128, 4), (256, 2), (1 << 20, 0)]
-    for name in ("any length by Triton", "FlashAttention", "MLA without graphs"):
+    taking_any = "any length by Triton", "Triton", "FlashAttention", "MLA without graphs"
+    for name in (*taking_any, "no graphs"):
         assert tiers[name] == tiers["default"]
     for name in ("FlashInfer", "FlashInfer by configuration", "MLA"):
         assert tiers[name] == tiers["one length"]

@@ -255,15 +255,21 @@ READ_BY_METHODS = {
 )
 def test_fields_of_vllms_own_drafters_are_refused(name):
     """Also such as a release of vLLM adds: does a method of the plugin read it?"""
+    default = getattr(SpeculativeConfig, name, None)
     for method in ("ngram_trie", "second_trie"):
         said = rf"sets {name}='x', which method '{method}' does not read; .* leave the others out"
         with pytest.raises(ValueError, match=said):
             translate(arguments({"method": method, name: "x"}))
-        for left_out in (None, False, getattr(SpeculativeConfig, name, None)):
+        if default != 0:
+            with pytest.raises(ValueError, match=f"sets {name}=0, which"):
+                translate(arguments({"method": method, name: 0}))
+        for left_out in (None, False, default):
             translate(arguments({"method": method, name: left_out}))
-    with_head = arguments({"method": "second_trie", "head": "some/head", name: "x"})
+    of_head = {"method": "second_trie", "head": "some/head"}
+    translate(arguments({**of_head, name: default}))
+    with_head = arguments({**of_head, name: "x"})
     if name.startswith(("prompt_lookup", "suffix_decoding")):
-        with pytest.raises(ValueError, match=rf"sets {name} of other methods"):
+        with pytest.raises(ValueError, match=f"sets {name}='x', which"):
             settings_of(with_head)
         return
     settings_of(with_head)

@@ -56,8 +56,6 @@ _LONG_PROMPT = 2048
 NUM_TOKENS = 24
 """Output tokens of each prompt."""
 _ERROR_EVERY = 5  # drafts with a wrong token among them
-_FEWEST_NODES = 8
-"""Of trees with siblings: smaller ones would be judged by half of their speed."""
 _ALIGNED = 16
 """Triton compiles kernels anew for numbers that this divides. Serving needs both versions."""
 EVEN, ODD = np.array([0x55555555, 0xAAAAAAAA], dtype=np.uint32).view(np.int32)
@@ -122,8 +120,8 @@ def answers_by_prompt(
 
 
 class KnownAnswers(Drafter):
-    """Drafts the outputs that plain decoding gave, now and then with an error; in trees, with a
-    wrong sibling before each node."""
+    """Drafts the outputs that plain decoding gave, now and then with an error; a tree begins with a
+    wrong node, so that the others are neither a chain nor where their KV belongs."""
 
     name = "start_check"
     Options = DrafterOptions
@@ -147,15 +145,14 @@ class KnownAnswers(Drafter):
     def _draft(self, request: DraftRequest) -> tuple[list[int], list[int]]:
         text = request.token_ids.tolist()
         prompt, output = text[: request.num_prompt_tokens], text[request.num_prompt_tokens :]
-        has_siblings = request.max_nodes >= _FEWEST_NODES and not request.chain_only
-        length = min(request.max_nodes // (1 + has_siblings), request.max_depth)
+        is_tree = request.max_nodes > 1 and not request.chain_only
+        length = min(request.max_nodes - is_tree, request.max_depth)
         path = self._answers.get(tuple(prompt), [])[len(output) :][:length]
         if path and len(output) % _ERROR_EVERY == 0:
             path[-1] = self._wrong(path[-1])
-        if not has_siblings:
+        if not is_tree or not path:
             return path, [*range(-1, len(path) - 1)]
-        tokens = [node for token in path for node in (self._wrong(token), token)]
-        return tokens, [node // 2 * 2 - 1 for node in range(len(tokens))]
+        return [self._wrong(path[0]), *path], [-1, -1, *range(1, len(path))]
 
     def _wrong(self, token: int) -> int:
         return (token + 1) % self.context.vocab_size

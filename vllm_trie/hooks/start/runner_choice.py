@@ -52,7 +52,7 @@ def takes_any_length(engine_args: EngineArgs) -> bool:
     if not is_cuda() or engine_args.enforce_eager:
         return True  # without CUDA graphs
     capability = current_platform.get_device_capability()
-    backend = str(engine_args.attention_backend or "").rpartition(".")[2]
+    backend = str(engine_args.attention_backend or "").rpartition(".")[2].upper()
     return backend == "TRITON_ATTN" or (capability is not None and capability.major == 9)
 
 

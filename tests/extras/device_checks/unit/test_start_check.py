@@ -92,22 +92,19 @@ def test_drafts_of_the_check_are_right_but_for_some(monkeypatch) -> None:
         return tree
 
     monkeypatch.setattr(start_check, "_ALIGNED", 2)  # rows, in every other step
-    monkeypatch.setattr(start_check, "_FEWEST_NODES", 4)
     assert draft([3]).token_list == [4]
     assert draft([3]).token_list == [4, 5]
     assert draft([3, 4, 5]).token_list == [6]
     assert draft([3, 4, 5, 6]).token_list == []
     drafter._num_calls = 1
     assert draft([]).token_list == [3, 5]
-    # In trees behind a wrong sibling each; those of few nodes have none.
-    tree = draft([3], max_nodes=4, chain_only=False)
-    assert (tree.token_list, tree.parent_list) == ([5, 4, 6], [-1, -1, 1])
-    tree = draft([3], max_nodes=5, chain_only=False)
-    assert (tree.token_list, tree.parent_list) == ([5, 4, 6, 5], [-1, -1, 1, 1])
-    assert tree.path_of([4, 5]) == [1, 3]
-    tree = draft([3, 4], max_nodes=3, chain_only=False)
-    assert tree.is_chain
-    assert tree.token_list[0] == 5
+    # Trees begin with a wrong node, one of a single node alone does not.
+    tree = draft([3], max_nodes=3, chain_only=False)
+    assert (tree.token_list, tree.parent_list) == ([5, 4, 5], [-1, -1, 1])
+    tree = draft([3], max_nodes=8, chain_only=False)
+    assert (tree.token_list, tree.parent_list) == ([5, 4, 5, 6], [-1, -1, 1, 2])
+    assert tree.path_of([4, 5, 6]) == [1, 2, 3]
+    assert draft([3, 4], max_nodes=1, chain_only=False).token_list == [5]
 
 
 def test_the_wait_is_measured_by_steps_without_drafts() -> None:

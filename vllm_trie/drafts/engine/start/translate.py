@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.drafts import available_methods
@@ -134,15 +134,10 @@ def translate(engine_args: EngineArgs) -> None:
     if draft_model is not None:
         payload["draft_model"] = draft_model
     parsed = parse(payload)  # the errors should reach the user now, not in a worker
-    if parsed.speculator is None:
-        _refuse_fields_without_effect(method, vllm_options, has_weights=draft_model is not None)
-    else:
-        of_others = [key for key in vllm_options if key.startswith(_OF_OTHER_METHODS)]
-        if of_others:
-            raise RefusedError(
-                f"speculative_config sets {', '.join(of_others)} of other methods of vLLM's, which "
-                f"method {method!r} does not read; leave them out"
-            )
+    allowed = {*_VLLM_FIELDS, *(("revision",) if draft_model is not None else ())}
+    if parsed.speculator is not None:
+        allowed = {key for key in vllm_options if not key.startswith(_OF_OTHER_METHODS)}
+    _refuse_fields_without_effect(method, vllm_options, allowed)
     is_v2 = vllm_method != runner_choice.V1_METHOD or parsed.speculator is not None
     on_v2 = DEFAULT_GPU_NODES if parsed.engine_options.verification == "tree" else DEFAULT_CHAIN
     num_nodes = _check_num_nodes(requested_nodes, on_v2 if is_v2 else DEFAULT_NODES)
@@ -176,7 +171,7 @@ def _refuse_options_without_method(engine_args: EngineArgs) -> None:
 
 
 def _refuse_fields_without_effect(
-    method: str, options: Mapping[str, object], has_weights: bool
+    method: str, options: Mapping[str, object], allowed: Collection[str]
 ) -> None:
     """Refuse fields of vLLM's that are of its own drafters, or change how drafts are verified; not
     where they say what vLLM does without them."""
@@ -186,14 +181,15 @@ def _refuse_fields_without_effect(
     foreign = [
         f"{key}={value!r}"
         for key, value in options.items()
-        if value not in (None, False, defaults[key]) and key not in _VLLM_FIELDS
-        if not (key == "revision" and has_weights)
+        if value is not None and value is not False and value != defaults[key]
+        if key not in allowed
     ]
     if foreign:
         raise RefusedError(
             f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read; "
-            f"of vLLM's fields it reads method, model, num_speculative_tokens, {_SCHEDULE} and, "
-            "next to a model, revision; leave the others out"
+            f"without a trained drafter it reads, of vLLM's fields, method, model, "
+            f"num_speculative_tokens, {_SCHEDULE} and, next to a model, revision; leave the others "
+            "out"
         )
 
 
@@ -295,7 +291,8 @@ def draft_for_one_length(vllm_config: VllmConfig) -> None:
         or has_state(vllm_config)
         or (backend is not None and backend.name not in ("FLASH_ATTN", "TRITON_ATTN"))
     )
-    has_graphs = is_cuda() and not vllm_config.model_config.enforce_eager
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    has_graphs = is_cuda() and graphs is not None and graphs.has_full_cudagraphs()
     if has_graphs and takes_one and getattr(speculative, _SCHEDULE) == any_length:
         setattr(speculative, _SCHEDULE, one_length)
 

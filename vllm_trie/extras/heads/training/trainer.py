@@ -201,11 +201,6 @@ class Trainer:
         """
         settings, before = self._settings, state.get("settings", {})
         different = [name for name in settings if before.get(name) != settings[name]]
-        if before.get("targets", "model") != "model":
-            raise ValueError(
-                f"cannot resume a run with --targets {before['targets']}, which is gone: heads "
-                "learn the model's tokens; give another --out, or --no-resume to begin anew"
-            )
         if different:
             named = ", ".join(
                 f"{name}={settings[name]!r} (before: {before.get(name)!r})" for name in different
