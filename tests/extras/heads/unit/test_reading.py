@@ -163,36 +163,34 @@ def test_heads_of_a_revision(tmp_path, monkeypatch):
 
 
 WITH_TWO_RANKS = """
-import sys, torch
+import json, sys, torch
 from tests.extras.heads.unit.support import HIDDEN, VOCAB
 from tests.unit.drafters.support import make_context
 from vllm_trie.extras.heads.output_layer import target_output_layer
 sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tensor_parallel_size": 2}
-model = dict(zip(("model", "revision", "download_dir"), sys.argv[1:]))
-layer = target_output_layer(torch.nn.Module(), make_context(**model, **sizes))
-print(layer.sum().item())
+for model in json.loads(sys.argv[1]):
+    layer = target_output_layer(torch.nn.Module(), make_context(**model, **sizes))
+    print(layer.sum().item())
 """
 
 
-@pytest.mark.parametrize("place", ["folder", "hub", "download_dir"])
-def test_the_output_layer_of_a_model_on_two_ranks(tmp_path, place):
+def test_the_output_layer_of_a_model_on_two_ranks(tmp_path):
     """From the model's files, where the hub's cache or vLLM's has them by name."""
-    weight = random_heads().output_weight[0].detach().contiguous()
-    repository = tmp_path / "hub" / "models--some--model"
-    snapshot = repository / "snapshots" / "0123"
-    for folder in (snapshot, repository / "refs"):
-        folder.mkdir(parents=True)
-    revision = "main" if place == "hub" else "older"
-    (repository / "refs" / revision).write_text("0123")
-    save_file({"lm_head.weight": weight}, str(snapshot / "model.safetensors"))
-    model = {
-        "folder": [str(snapshot)],
-        "hub": ["some/model"],
-        "download_dir": ["some/model", revision, str(tmp_path / "hub")],
-    }[place]
-    home = tmp_path / "other" if place == "download_dir" else tmp_path
-    printed = run_python("-c", WITH_TWO_RANKS, *model, HF_HOME=str(home)).stdout
-    assert float(printed) == weight.sum().item()
+    sums, snapshots = [], []
+    for cache, revision in (("hub", "main"), ("vllm", "older")):
+        weight = random_heads(seed=len(sums)).output_weight[0].detach().contiguous()
+        repository = tmp_path / cache / "models--some--model"
+        snapshots.append(repository / "snapshots" / "0123")
+        for folder in (snapshots[-1], repository / "refs"):
+            folder.mkdir(parents=True)
+        (repository / "refs" / revision).write_text("0123")
+        save_file({"lm_head.weight": weight}, str(snapshots[-1] / "model.safetensors"))
+        sums.append(weight.sum().item())
+    by_name = {"model": "some/model"}
+    in_vllms = {**by_name, "revision": "older", "download_dir": str(tmp_path / "vllm")}
+    models = json.dumps([{"model": str(snapshots[0])}, by_name, in_vllms])
+    printed = run_python("-c", WITH_TWO_RANKS, models, HF_HOME=str(tmp_path)).stdout
+    assert [*map(float, printed.split())] == [sums[0], *sums]
 
 
 def drop(*names):
