@@ -137,8 +137,7 @@ class V1Speculation(Adapter):
             sample = sample_greedy(argmax, step.trees)
         else:
             outputs = cast(list[list[int]], self.runner.input_batch.req_output_token_ids)
-            first_rows = step.first_rows[:-1]
-            sample = sample_levels(sampler, logits, first_rows, step.trees, metadata, outputs)
+            sample = sample_levels(sampler, logits, step.first_rows, step.trees, metadata, outputs)
         self.verifier.accept(step, sample.accepted)
         output = sample.padded(logits.device)
         self.verifier.stats.verification_seconds += time.perf_counter() - start
@@ -279,7 +278,7 @@ class ChainRunnerMixin(_Runner):
         step = self.adapter.verifier.step
         outputs = cast(list[list[int]], self.input_batch.req_output_token_ids)
         return sample_levels(
-            self.sampler, logits, step.first_rows[:-1], step.trees, sampling_metadata, outputs
+            self.sampler, logits, step.first_rows, step.trees, sampling_metadata, outputs
         ).padded(logits.device)
 
     @contextmanager

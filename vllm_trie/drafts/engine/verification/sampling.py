@@ -100,7 +100,7 @@ def sample_levels(
 
     Args:
         logits: [logits rows, vocab_size] of the target.
-        first_rows: The first row of each request.
+        first_rows: The first row of each request; the last entry is the number of all rows.
         trees: As for :func:`sample_greedy`.
         outputs: The requests' output tokens, the lists that vLLM and its logits processors hold;
             they are longer during the call.
@@ -112,10 +112,10 @@ def sample_levels(
     token_ids: list[list[int]] = [[] for _ in trees]
     accepted: list[list[int]] = [[] for _ in trees]
     logprobs: list[LogprobsTensors | None] = []
-    walking = set(range(num_requests))
+    walking, firsts = set(range(num_requests)), np.array(first_rows[:-1])
     try:
         while walking:
-            rows = to_device(np.array(first_rows) + np.array(node) + 1, logits.device)
+            rows = to_device(firsts + np.array(node) + 1, logits.device)
             output = sampler(logits=logits[rows], sampling_metadata=_metadata_of(metadata, walking))
             logprobs.append(output.logprobs_tensors)
             sampled = output.sampled_token_ids.view(-1).tolist()
