@@ -403,8 +403,8 @@ def with_own_tokenizer(folder: Path) -> str:
         "class Own(PreTrainedTokenizerFast):\n    pass\n"
     )
     settings = folder / "tokenizer_config.json"
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
+    classes = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | classes))
     return str(folder)
 
 

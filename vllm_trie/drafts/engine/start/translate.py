@@ -175,9 +175,7 @@ def _refuse_fields_without_effect(
 ) -> None:
     """Refuse fields of vLLM's that are of its own drafters, or change how drafts are verified; not
     where they say what vLLM does without them."""
-    from vllm.config import SpeculativeConfig
-
-    defaults = {field.name: field.default for field in dataclasses.fields(SpeculativeConfig)}
+    defaults = _speculative_config_fields()
     foreign = [
         f"{key}={value!r}"
         for key, value in options.items()
@@ -187,7 +185,7 @@ def _refuse_fields_without_effect(
     if foreign:
         raise RefusedError(
             f"speculative_config sets {', '.join(foreign)}, which method {method!r} does not read; "
-            f"without a trained drafter it reads, of vLLM's fields, method, model, "
+            "without a trained drafter it reads, of vLLM's fields, method, model, "
             f"num_speculative_tokens, {_SCHEDULE} and, next to a model, revision; leave the others "
             "out"
         )
@@ -297,7 +295,8 @@ def draft_for_one_length(vllm_config: VllmConfig) -> None:
         setattr(speculative, _SCHEDULE, one_length)
 
 
-def _speculative_config_fields() -> frozenset[str]:
+def _speculative_config_fields() -> dict[str, object]:
+    """Return the fields of vLLM's ``SpeculativeConfig`` with their defaults."""
     from vllm.config import SpeculativeConfig
 
-    return frozenset(field.name for field in dataclasses.fields(SpeculativeConfig))
+    return {field.name: field.default for field in dataclasses.fields(SpeculativeConfig)}
