@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -156,3 +157,16 @@ def run_program(module: str, *arguments: str, **variables: str) -> dict[str, Any
     done = run_python("-m", module, *arguments, OMP_NUM_THREADS="1", **variables)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
+
+
+def note_lines(logger_name: str, lines: list[str]) -> None:
+    """Add the lines of one of the plugin's loggers, and of those below it, to a list, in a program
+    whose engines set vLLM's loggers up: that would take the handler away."""
+    import vllm.logger
+
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    vllm.logger.dictConfig = lambda config: None
+    logger = logging.getLogger(logger_name)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

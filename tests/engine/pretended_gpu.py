@@ -11,7 +11,6 @@ on it. Prints one JSON object.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import tempfile
 from collections import deque
@@ -34,7 +33,6 @@ import torch
 import triton
 import triton.language
 import triton.language.extra.libdevice
-import vllm.logger
 import vllm.platforms
 import vllm.triton_utils
 from vllm.platforms.cuda import CudaPlatformBase
@@ -116,6 +114,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.engine.families import FAMILIES, write_config
+from tests.processes import note_lines
 from vllm_trie.drafts.engine.config import verification
 from vllm_trie.drafts.engine.runners import v2
 from vllm_trie.drafts.engine.workers.cuda_worker import GPU_BACKEND_CLASS
@@ -373,12 +372,7 @@ def touched() -> dict[str, Any]:
 
 
 def main() -> None:
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    vllm.logger.dictConfig = lambda config: None  # which would take the handler away
-    logger = logging.getLogger("vllm.vllm_trie")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    note_lines("vllm.vllm_trie", lines)
     result = {"beams": beams(), "speculation": speculation(), "loads": loads(), **touched()}
     print("RESULT " + json.dumps(result))
 

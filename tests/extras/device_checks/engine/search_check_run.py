@@ -7,18 +7,17 @@ that fails.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import vllm.logger
 from vllm import LLM
 from vllm.sampling_params import BeamSearchParams
 
 from tests.engine.beam.cases import prompt
 from tests.engine.beam.test_entrances import beam_params
 from tests.extras.device_checks.engine.test_searches_check import without_tails
+from tests.processes import note_lines
 from vllm_trie.extras.device_checks import search_check
 from vllm_trie.hooks.start.limits import reason_off
 from vllm_trie.lab.tiny_model import model_path
@@ -52,11 +51,8 @@ def started(break_it: Callable[[pytest.MonkeyPatch], None] | None) -> tuple[str 
 
 
 def main() -> None:
-    said = []
-    vllm.logger.dictConfig = lambda config: None  # which would take the handler away
-    beam_api.logger.addHandler(handler := logging.Handler())
-    beam_api.logger.setLevel(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    said: list[str] = []
+    note_lines(beam_api.logger.name, said)
     native = started(None)
     assert native[0] is None
     assert not said
